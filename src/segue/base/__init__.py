@@ -1,0 +1,1 @@
+"""Words every layer shares: parameters, scopes, configuration, time, errors."""

@@ -1,0 +1,67 @@
+"""Configuration: frozen values, and the one place that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from segue.base.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the scheduler and the KV core need to know; the hardware's own settings belong to its executor."""
+
+    num_blocks: int  # including the null block
+    block_size: int = 16
+    max_step_tokens: int = 2048  # tokens computed in one step, over all sequences
+    max_running: int = 256  # sequences that hold blocks at once
+    max_model_len: int = 8192  # tokens of one sequence, prompt and output
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_step_tokens", "max_running", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(name, f"must be at least 1, got {getattr(self, name)}")
+        if self.num_blocks < 2:
+            raise InvalidRequest("num_blocks", "must be at least 2: block 0 is the null block")
+        if self.max_running > self.max_step_tokens:
+            raise InvalidRequest("max_running", f"{self.max_running} is over max_step_tokens={self.max_step_tokens}")
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens the whole pool holds."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def max_sequence_len(self) -> int:
+        """The longest a sequence can get: the last token sampled needs no KV."""
+        return min(self.max_model_len, self.kv_tokens + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the process's surroundings say, read once."""
+
+    cache_dir: Path
+    compiler: str | None
+
+    @classmethod
+    def read(cls) -> Environment:
+        home = os.environ.get("SEGUE_CACHE") or os.path.join(
+            os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "segue"
+        )
+        return cls(cache_dir=Path(home), compiler=os.environ.get("CXX") or None)
+
+
+def available_memory_bytes() -> int:
+    """Memory this process could take without swapping."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES")) // 2

@@ -1,0 +1,125 @@
+"""Values that cross layers: what a caller asks for, and who may share KV with whom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from segue.base.errors import InvalidRequest
+
+MAX_LOGPROBS = 100
+MAX_SEED = 2**63 - 1
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """KV is shared only inside one scope: same tenant salt, same adapter, same model."""
+
+    salt: str = ""
+    adapter: str = ""
+    model: str = ""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # eos, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the model's own limit
+    ABORT = "abort"  # the caller's wish
+    ERROR = "error"  # its step failed
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop; a value that cannot work is refused here, by name.
+
+    `temperature=0` is greedy. `max_tokens=None` means: up to the model's length. `seed=None` draws one per request, so that a
+    request can still be resumed exactly. `logprobs=k` returns the k most likely tokens at each step beside the chosen one,
+    from the model's own distribution (before temperature, penalties and bias).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        else:
+            object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.logit_bias is None:
+            object.__setattr__(self, "logit_bias", _NO_BIAS)
+        self._check_numbers()
+        self._check_counts()
+        self._check_stops()
+
+    def _check_numbers(self) -> None:
+        _real("temperature", self.temperature, 0.0, 100.0)
+        _real("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidRequest("top_p", "must be above 0 (use temperature=0 for greedy)")
+        _real("min_p", self.min_p, 0.0, 1.0)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
+        if self.repetition_penalty == 0.0:
+            raise InvalidRequest("repetition_penalty", "must be above 0 (1 leaves logits as they are)")
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias", token, 0, None)
+            _real("logit_bias", bias, -100.0, 100.0)
+
+    def _check_counts(self) -> None:
+        _whole("top_k", self.top_k, 0, None)
+        _whole("n", self.n, 1, 1024)
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, MAX_SEED)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, None)
+        _whole("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest("min_tokens", f"{self.min_tokens} is over max_tokens={self.max_tokens}")
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+
+    def _check_stops(self) -> None:
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequest("stop", "each stop string must be a non-empty string")
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0, None)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _real(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise InvalidRequest(name, f"must be a number, got {value!r}")
+    if not low <= value <= high:
+        raise InvalidRequest(name, f"must be between {low:g} and {high:g}, got {value:g}")
+
+
+def _whole(name: str, value: object, low: int, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(name, f"must be a whole number, got {value!r}")
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidRequest(name, f"must be {bound}, got {value}")

@@ -1,0 +1,309 @@
+"""The engine: one loop, `step() = plan → execute → apply`."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from segue.base.clock import Clock, SystemClock
+from segue.base.config import EngineConfig
+from segue.base.errors import EngineClosed, IntegrityError, InvalidRequest, StepFailed
+from segue.base.types import FinishReason, SamplingParams, Scope
+from segue.engine.admission import check_request
+from segue.engine.executor import Executor, StepPlan
+from segue.engine.outputs import Completion, Delta, EngineStats, Result
+from segue.engine.scheduler import Produced, Scheduler
+from segue.engine.sequence import Request
+from segue.engine.text import AnswerText, Tokenizer
+from segue.kv import KVManager, Lease
+from segue.policies import FirstComeFirstServed, Policy
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class _Active:
+    """A request under way, and what has come of it."""
+
+    request: Request
+    result: Result
+    texts: list[AnswerText | None]
+
+
+class EngineCore:
+    """Serves requests on any executor: torch on CPU or CUDA, the simulator, or a test's fake.
+
+    Not thread-safe: one thread calls it. `AsyncEngine` gives it that thread.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        vocab_size: int | None = None,
+        model_fingerprint: str = "",
+        policy: Policy | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.kv = KVManager(config.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+        self._executor = executor
+        self._vocab_size = vocab_size if vocab_size is not None else (tokenizer.vocab_size if tokenizer else None)
+        self._fingerprint = model_fingerprint
+        self._clock = clock or SystemClock()
+        self._scheduler = Scheduler(config, self.kv, policy or FirstComeFirstServed(), self._clock)
+        self._active: dict[str, _Active] = {}
+        self._results: dict[str, Result] = {}  # of requests that generate() and stream() wait for
+        self._awaited: set[str] = set()
+        self._num_submitted = self._num_steps = self._prompt_tokens = self._reused_tokens = self._generated = 0
+        self._closed = False
+
+    # The loop
+
+    def step(self) -> list[Delta]:
+        """Run one step; what it added to each answer. Does nothing when there is no work."""
+        plan = self._scheduler.plan()
+        if not plan.rows:
+            if self._scheduler.num_waiting:
+                raise IntegrityError("requests wait, nothing runs, and none can be admitted")
+            return []
+        self._num_steps += 1
+        try:
+            result = self._executor.execute(plan)
+        except Exception as error:
+            return self._fail(plan, error)
+        return self._publish(self._scheduler.apply(plan, result))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.num_running or self._scheduler.num_waiting)
+
+    def is_active(self, request_id: str) -> bool:
+        return request_id in self._active
+
+    # Requests
+
+    def encode(self, prompt: Prompt) -> array[int]:
+        """Token ids of a prompt given as text; ids pass through, checked."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest("prompt", "this engine has no tokenizer: pass token ids")
+            return array("i", self.tokenizer.encode(prompt))
+        try:
+            return array("i", prompt)
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequest("prompt", f"must be text or token ids ({error})") from error
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        salt: str = "",
+        job_id: str | None = None,
+        priority: int = 0,
+        hold: bool = False,
+    ) -> str:
+        """Queue a request and return its id. A request that could never run is refused here. With `hold`, each
+        answer's KV is leased when it ends (`Completion.lease`)."""
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+        params = params or SamplingParams()
+        tokens = self.encode(prompt)
+        check_request(tokens, params, self.config, self._vocab_size)
+        self._num_submitted += 1
+        request_id = request_id or f"req-{self._num_submitted}"
+        if request_id in self._active:
+            raise InvalidRequest("request_id", f"{request_id!r} is already running")
+        request = Request(
+            request_id,
+            tokens,
+            params,
+            Scope(salt=salt, model=self._fingerprint),
+            secrets.randbits(62) if params.seed is None else params.seed,
+            self._clock.now(),
+            frozenset(self.tokenizer.eos_ids) if self.tokenizer else frozenset(),
+            job_id,
+            priority,
+            hold,
+        )
+        self._scheduler.submit(request)
+        completions = [Completion(index) for index in range(params.n)]
+        result = Result(request_id, list(tokens), completions, request.arrived_at)
+        self._active[request_id] = _Active(request, result, [self._text(params) for _ in completions])
+        self._prompt_tokens += len(tokens)
+        return request_id
+
+    def abort(self, request_id: str) -> bool:
+        """End a request and free its memory. False if it is not running."""
+        active = self._active.get(request_id)
+        if active is None:
+            return False
+        self._scheduler.abort(active.request)
+        self._retire(active)
+        return True
+
+    def release(self, lease: Lease) -> None:
+        """Give up a hold; a second time does nothing."""
+        self.kv.drop(lease)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        hold: bool = False,
+    ) -> list[Result]:
+        """Answer one prompt or many, batched together; results in the order of the prompts."""
+        many = _as_prompts(prompts)
+        each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else params
+        if len(each) != len(many):
+            raise InvalidRequest("params", f"{len(each)} for {len(many)} prompts")
+        ids: list[str] = []
+        try:
+            for prompt, own in zip(many, each, strict=True):
+                ids.append(self._await(self.submit(prompt, own, hold=hold)))
+            while not all(request_id in self._results for request_id in ids):
+                for delta in self.step():
+                    if delta.error is not None and delta.request_id in ids:
+                        raise delta.error
+            return [self._results[request_id] for request_id in ids]
+        finally:
+            for request_id in ids:
+                self.abort(request_id)
+                self._unawait(request_id)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Delta]:
+        """Answer one prompt as tokens come; see `submit` for the options. Closing the iterator frees the request."""
+        return self._follow(self.submit(prompt, params, **options))
+
+    def _follow(self, request_id: str) -> Iterator[Delta]:
+        try:
+            while request_id in self._active:
+                for delta in self.step():
+                    if delta.request_id != request_id:
+                        continue
+                    if delta.error is not None:
+                        raise delta.error
+                    yield delta
+        finally:
+            self.abort(request_id)
+
+    # Operation
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            self._num_steps,
+            self._scheduler.num_running,
+            self._scheduler.num_waiting,
+            self._scheduler.num_preemptions,
+            self._prompt_tokens,
+            self._reused_tokens,
+            self._generated,
+            self.kv.usage,
+            self.kv.num_leased,
+        )
+
+    def forget(self) -> None:
+        """Empty the prefix cache; leases and running requests keep theirs."""
+        self.kv.forget()
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if the KV core broke a promise."""
+        self.kv.check()
+
+    def close(self) -> None:
+        for request_id in list(self._active):
+            self.abort(request_id)
+        if not self._closed:
+            self._closed = True
+            self._executor.close()
+
+    def __enter__(self) -> EngineCore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Inside
+
+    def _text(self, params: SamplingParams) -> AnswerText | None:
+        if self.tokenizer is None:
+            return None
+        return AnswerText(self.tokenizer.stream(), params.stop, params.include_stop, params.min_tokens)
+
+    def _publish(self, produced: list[Produced]) -> list[Delta]:
+        now = self._clock.now()
+        self._generated += len(produced)
+        deltas = []
+        for sequence, token, logprobs in produced:
+            active = self._active[sequence.request.id]
+            if active.result.first_token_at is None:
+                active.result.first_token_at = now
+            text = active.texts[sequence.index]
+            piece = self._push(text, token, sequence.finish_reason, sequence.sampling.params) if text else ""
+            if text is not None and text.stopped:
+                self._scheduler.finish(sequence, FinishReason.STOP)
+                sequence.finish_reason = FinishReason.STOP
+            if text is not None and sequence.finish_reason is not None:
+                piece += text.flush()
+            chosen = (logprobs,) if logprobs is not None else ()
+            deltas.append(Delta(sequence.request.id, sequence.index, (token,), piece, chosen, sequence.finish_reason))
+            self._record(active, deltas[-1])
+        return deltas
+
+    def _push(self, text: AnswerText, token: int, reason: FinishReason | None, params: SamplingParams) -> str:
+        """A token that ends the answer by being itself (eos, stop token) is not part of its text."""
+        hidden = reason is FinishReason.STOP and not params.include_stop
+        return "" if hidden else text.push(token)
+
+    def _record(self, active: _Active, delta: Delta) -> None:
+        completion = active.result.completions[delta.index]
+        completion.token_ids += delta.token_ids
+        completion.text += delta.text
+        completion.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            sequence = active.request.sequences[delta.index]
+            completion.finish_reason = delta.finish_reason
+            completion.num_reused = sequence.num_reused or 0
+            completion.lease = sequence.lease
+            if active.request.finished:
+                self._retire(active)
+
+    def _retire(self, active: _Active) -> None:
+        request_id = active.request.id
+        active.result.finished_at = self._clock.now()
+        self._reused_tokens += active.request.sequences[0].num_reused or 0
+        del self._active[request_id]
+        if request_id in self._awaited:
+            self._results[request_id] = active.result
+
+    def _fail(self, plan: StepPlan, cause: Exception) -> list[Delta]:
+        error = StepFailed(f"the step failed: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        deltas = []
+        for request in self._scheduler.fail(plan, error):
+            self._retire(self._active[request.id])
+            for sequence in request.sequences:
+                deltas.append(Delta(request.id, sequence.index, (), "", (), FinishReason.ERROR, error))
+        return deltas
+
+    def _await(self, request_id: str) -> str:
+        self._awaited.add(request_id)
+        return request_id
+
+    def _unawait(self, request_id: str) -> None:
+        self._awaited.discard(request_id)
+        self._results.pop(request_id, None)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [prompts] if one else prompts  # type: ignore[list-item, return-value]

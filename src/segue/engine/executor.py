@@ -1,0 +1,64 @@
+"""The seam between deciding and computing: plans go in, tokens come out."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from segue.engine.sequence import Sampling
+from segue.kv import Copy
+
+
+class Row(NamedTuple):
+    """One sequence's share of a step: compute positions `start … stop-1`, then sample if `sampling` is there.
+
+    `tokens` and `blocks` are the sequence's own arrays, to be read until the step is applied, and never kept.
+    """
+
+    sequence_id: int
+    tokens: array[int]
+    start: int
+    stop: int
+    blocks: array[int]
+    sampling: Sampling | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step will do. `copies` come before any write; none reads a block that another one writes."""
+
+    rows: Seq[Row]
+    copies: Seq[Copy]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.stop - row.start for row in self.rows)
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities under the model's own distribution: the chosen token, its rank (1 is the likeliest) and the top."""
+
+    chosen: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`tokens[i]` for the i-th row that samples; `logprobs` by the same i, for those that asked."""
+
+    tokens: Seq[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """All that an engine may ask of hardware. It knows nothing of jobs, leases or policies."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Write the KV of every row's positions and sample. If it raises, the step's requests fail and no other:
+        it must leave blocks outside the plan's written positions as they were."""
+        ...
+
+    def close(self) -> None: ...

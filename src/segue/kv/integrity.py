@@ -1,0 +1,84 @@
+"""The promises of KV memory, checked one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from segue.base.errors import IntegrityError
+from segue.kv.hashing import TOKEN_BYTES
+from segue.kv.index import PrefixIndex
+from segue.kv.leases import Lease
+from segue.kv.pool import NULL_BLOCK, BlockPool
+from segue.kv.tables import BlockTable
+
+
+def verify(
+    pool: BlockPool,
+    index: PrefixIndex,
+    tables: Iterable[BlockTable],
+    leases: Iterable[Lease],
+    copy_sources: Counter[int],
+) -> None:
+    tables = list(tables)
+    held: Counter[int] = Counter(copy_sources)
+    for table in tables:
+        held.update(table.blocks)
+        _check_table(table, index)
+    for lease in leases:
+        held.update(lease.blocks)
+    _check_pool(pool, held)
+    _check_index(pool, index)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise IntegrityError(message)
+
+
+def _check_table(table: BlockTable, index: PrefixIndex) -> None:
+    _require(len(set(table.blocks)) == len(table.blocks), f"a table names a block twice: {list(table.blocks)}")
+    _require(NULL_BLOCK not in table.blocks, "a table names the null block")
+    _require(table.num_committed <= len(table.blocks), "a table committed more blocks than it has")
+    if not table.indexed:
+        return
+    for at in range(table.num_committed):
+        block = table.blocks[at]
+        if index.parent[block] is None:
+            continue  # caching is off, or the index was emptied
+        _require(index.key[block] == table.keys[at], f"block {block} is not indexed under its table's key")
+        before = table.blocks[at - 1] if at else table.scope
+        _require(index.parent[block] == before, f"block {block} has another parent in the index than in its table")
+
+
+def _check_pool(pool: BlockPool, held: Counter[int]) -> None:
+    try:
+        free = pool.free_blocks()
+    except ValueError as error:
+        raise IntegrityError(str(error)) from error
+    _require(len(free) == pool.num_free, f"{len(free)} blocks in the free list, {pool.num_free} counted")
+    _require(len(set(free)) == len(free), "a block is in the free list twice")
+    _require(NULL_BLOCK not in free and not pool.ref_count[NULL_BLOCK], "the null block is in use")
+    free_set = set(free)
+    for block in range(1, pool.num_blocks):
+        refs = pool.ref_count[block]
+        _require(refs == held[block], f"block {block} counts {refs} holders, {held[block]} found")
+        _require((refs == 0) == (block in free_set), f"block {block} has {refs} holders, free: {block in free_set}")
+
+
+def _check_index(pool: BlockPool, index: PrefixIndex) -> None:
+    for block in index.indexed_blocks():
+        parent, key, tokens = index.parent[block], index.key[block], index.tokens[block]
+        assert parent is not None
+        _require((tokens, block) in index.children_of(parent), f"block {block} is not among its parent's children")
+        _require(len(tokens) % TOKEN_BYTES == 0 and len(tokens) > 0, f"block {block} is indexed with no tokens")
+        if key is not None:
+            _require(index.block_of(key) == block, f"block {block} is not found by its key")
+        else:
+            _require(not index.has_children(block), f"partial block {block} has children")
+        if isinstance(parent, int):
+            _require(index.key[parent] is not None, f"block {block} is indexed below block {parent}, which is not")
+            _require(
+                bool(pool.ref_count[parent]) or not pool.ref_count[block],
+                f"block {block} is held, its parent {parent} is free",
+            )

@@ -1,0 +1,25 @@
+"""A sequence's view of KV memory."""
+
+from __future__ import annotations
+
+from array import array
+
+from segue.base.types import Scope
+
+
+class BlockTable:
+    """The blocks of one sequence in logical order, and the chain keys of its full blocks.
+
+    Only `KVManager` changes it. `blocks[i]` holds tokens `i*block_size …`; the table may be longer than what is computed
+    (reserved), never shorter. `num_committed` counts the leading full blocks that were offered to the index; `indexed`
+    says whether all of those are in it, which is what lets the next one be found through them.
+    """
+
+    __slots__ = ("blocks", "indexed", "keys", "num_committed", "scope")
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.blocks: array[int] = array("i")
+        self.keys: list[int] = []
+        self.num_committed = 0
+        self.indexed = True

@@ -1,0 +1,309 @@
+"""Kernels for the CPU, compiled on first use; see docs/ for why plain torch is slower at batch 1 to 16.
+
+The contract, for every kernel: an output row is bitwise the same whatever other rows are in the call, however a
+sequence's tokens are cut into chunks, whichever cache blocks it has, and however many threads work. Batching and
+chunking therefore never change what a model says.
+
+Tensors are contiguous and on the CPU; a wrong shape or type raises `ValueError` before anything is written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from segue.model.native.build import NativeUnavailable, library, open_library
+
+__all__ = ["Kernels", "NativeUnavailable", "PackedWeight", "Storage", "load"]
+
+Storage = Literal["fp32", "bf16", "int8"]
+
+_STORAGES: dict[Storage, tuple[int, int]] = {"fp32": (0, 1), "bf16": (1, 2), "int8": (2, 4)}  # code, values per lane
+_PACK_ROWS = 4096  # rows converted to fp32 at a time while packing; a multiple of every panel width
+_KINDS: dict[str, type[ctypes._SimpleCData[Any]]] = {
+    "p": ctypes.c_void_p,
+    "n": ctypes.c_int64,
+    "i": ctypes.c_int32,
+    "f": ctypes.c_float,
+}
+_threads = torch.get_num_threads
+
+
+def load(cache_dir: Path, compiler: str | None = None) -> Kernels:
+    """Kernels for this machine, compiled into `cache_dir` unless they are there. Raises `NativeUnavailable`."""
+    return Kernels(library(cache_dir, compiler))
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A matrix [N, K] in the kernels' own layout. Read-only; belongs to the `Kernels` that packed it.
+
+    int8 keeps one fp32 scale for each row and group of 32 values (9 bits a value in all), the grouping of Q8_0, so
+    such a file's codes survive packing.
+    """
+
+    shape: tuple[int, int]
+    storage: Storage
+    _kernels: Kernels
+    _lanes: Tensor
+    _scales: Tensor
+    _address: int
+    _scales_address: int
+    _code: int
+
+    @property
+    def nbytes(self) -> int:
+        return self._lanes.nbytes + self._scales.nbytes
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the matrix as stored (after rounding), [n, K] fp32: what a tied embedding looks up."""
+        return self._kernels._unpack(self, ids)
+
+
+class Kernels:
+    def __init__(self, path: Path) -> None:
+        free, locked = open_library(path)
+        self._panel = int(free.segue_panel_width())
+        self._group = int(free.segue_group_size())
+        self._pack = _bind(free.segue_pack, "pnnnippi")
+        self._unpack_rows = _bind(free.segue_unpack, "ppinpnpi")
+        self._linear = _bind(free.segue_linear, "pppippnnni")
+        self._attention = _bind(free.segue_attention, "pppipnppnnnnnfnpi")
+        self._rms_norm = _bind(locked.segue_rms_norm, "ppfpnni")
+        self._add_rms_norm = _bind(locked.segue_add_rms_norm, "pppfpnni")
+        self._silu_mul = _bind(locked.segue_silu_mul, "ppnni")
+        self._rope_store = _bind(locked.segue_rope_store, "pppppppippfnnnnni")
+
+    def pack(self, weight: Tensor, storage: Storage) -> PackedWeight:
+        """Copies `weight` [N, K] into panels, rounding to `storage`."""
+        if weight.dim() != 2 or not weight.is_floating_point() or 0 in weight.shape:
+            raise ValueError(f"a weight is a matrix of floats, not {weight.dtype} {list(weight.shape)}")
+        n, k = weight.shape
+        code, per_lane = _STORAGES[storage]
+        panels = -(-n // self._panel)
+        lanes = _aligned(panels * -(-k // per_lane) * self._panel, torch.int32)
+        groups = -(-k // self._group) if storage == "int8" else 0
+        scales = _aligned(panels * groups * self._panel, torch.float32)
+        for first in range(0, n, _PACK_ROWS):
+            part = weight[first : first + _PACK_ROWS].float().contiguous()
+            self._pack(part.data_ptr(), len(part), k, first, code, lanes.data_ptr(), scales.data_ptr(), _threads())
+        return PackedWeight((n, k), storage, self, lanes, scales, lanes.data_ptr(), scales.data_ptr(), code)
+
+    def _unpack(self, weight: PackedWeight, ids: Tensor) -> Tensor:
+        n, k = weight.shape
+        ids = ids.to(torch.int64).contiguous()
+        if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= n):
+            raise ValueError(f"row ids must be in 0..{n - 1}")
+        out = torch.empty(ids.numel(), k)
+        self._unpack_rows(
+            weight._address,
+            weight._scales_address,
+            weight._code,
+            k,
+            ids.data_ptr(),
+            ids.numel(),
+            out.data_ptr(),
+            _threads(),
+        )
+        return out
+
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> Tensor:
+        """out [M, N] = x [M, K] @ weight.T + bias; `out` may not overlap `x`."""
+        n, k = weight.shape
+        m = x.shape[0]
+        _expect("x", x, (m, k))
+        _expect("out", out, (m, n))
+        if bias is not None:
+            _expect("bias", bias, (n,))
+        self._linear(
+            x.data_ptr(),
+            weight._address,
+            weight._scales_address,
+            weight._code,
+            bias.data_ptr() if bias is not None else None,
+            out.data_ptr(),
+            m,
+            k,
+            n,
+            _threads(),
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        """out = x / sqrt(mean(x²) + eps) * weight for each row; `out` may be `x`."""
+        m, size = x.shape
+        _expect("x", x, (m, size))
+        _expect("weight", weight, (size,))
+        _expect("out", out, (m, size))
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), m, size, _threads())
+        return out
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        """Adds `x` to `residual` in place, then out = rms_norm(residual)."""
+        m, size = x.shape
+        _expect("residual", residual, (m, size))
+        _expect("x", x, (m, size))
+        _expect("weight", weight, (size,))
+        _expect("out", out, (m, size))
+        self._add_rms_norm(
+            residual.data_ptr(), x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), m, size, _threads()
+        )
+        return out
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> Tensor:
+        """gate_up [M, 2I] holds gate and up side by side; out [M, I] = silu(gate) * up."""
+        m, size = out.shape
+        _expect("gate_up", gate_up, (m, 2 * size))
+        _expect("out", out, (m, size))
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), m, size, _threads())
+        return out
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Rotates q and k of every row in place (first half with second half) and writes k and v into their slots.
+
+        `qkv` [M, (H + 2 Hkv) D]; `cos`, `sin` [positions, D/2]; `positions` int32 and `slots` int64 [M], a slot being
+        block * block_size + offset; caches as for `attention`. `q_norm`, `k_norm` [D] normalise each head before it
+        is rotated. Positions and slots are trusted: they come from the scheduler, not from a request.
+        """
+        m = qkv.shape[0]
+        _expect("qkv", qkv, (m, (num_heads + 2 * num_kv_heads) * head_dim))
+        _expect("cos", cos, (cos.shape[0], head_dim // 2))
+        _expect("sin", sin, (cos.shape[0], head_dim // 2))
+        _expect("positions", positions, (m,), torch.int32)
+        _expect("slots", slots, (m,), torch.int64)
+        half = _expect_caches(k_cache, v_cache, num_kv_heads, head_dim)
+        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+            if norm is not None:
+                _expect(name, norm, (head_dim,))
+        self._rope_store(
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            half,
+            q_norm.data_ptr() if q_norm is not None else None,
+            k_norm.data_ptr() if k_norm is not None else None,
+            eps,
+            m,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            k_cache.shape[2],
+            _threads(),
+        )
+
+    def attention(
+        self,
+        qkv: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int | None,
+        out: Tensor,
+    ) -> Tensor:
+        """Causal attention of every query row over its sequence's cached keys, decode and prefill rows alike.
+
+        Sequence s has query rows query_starts[s] to query_starts[s + 1] (int32 [S + 1]), the last of which is token
+        context_lens[s] - 1 (int32 [S]); their keys and values are already stored. `block_tables` int32 [S, blocks];
+        caches [blocks, Hkv, block_size, D], fp32 or bf16. A query sees its last `window` keys, itself among them.
+        Table entries and lengths are trusted, as in `rope_store`.
+        """
+        m = qkv.shape[0]
+        sequences = context_lens.shape[0]
+        _expect("qkv", qkv, (m, (num_heads + 2 * num_kv_heads) * head_dim))
+        _expect("out", out, (m, num_heads * head_dim))
+        _expect("query_starts", query_starts, (sequences + 1,), torch.int32)
+        _expect("context_lens", context_lens, (sequences,), torch.int32)
+        _expect_tables(block_tables, sequences)
+        half = _expect_caches(k_cache, v_cache, num_kv_heads, head_dim)
+        if num_heads % num_kv_heads or head_dim % 8 or not 16 <= head_dim <= 256:
+            raise ValueError(f"unsupported heads: {num_heads} over {num_kv_heads} of {head_dim} values")
+        if window is not None and window < 1:
+            raise ValueError(f"window must be at least 1, not {window}")
+        self._attention(
+            qkv.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            half,
+            block_tables.data_ptr(),
+            block_tables.stride(0),
+            query_starts.data_ptr(),
+            context_lens.data_ptr(),
+            sequences,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            k_cache.shape[2],
+            scale,
+            window or 0,
+            out.data_ptr(),
+            _threads(),
+        )
+        return out
+
+
+def _bind(function: ctypes._NamedFuncPointer, signature: str) -> ctypes._NamedFuncPointer:
+    """One letter an argument: p pointer, n int64, i int32, f float."""
+    function.argtypes = [_KINDS[letter] for letter in signature]
+    function.restype = None
+    return function
+
+
+def _aligned(count: int, dtype: torch.dtype) -> Tensor:
+    """Zeros, 4 bytes each, that start on a cache line."""
+    raw = torch.zeros(count + 16, dtype=dtype)
+    skip = -raw.data_ptr() % 64 // 4
+    return raw[skip : skip + count]
+
+
+def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous() or tensor.is_cuda:
+        found = f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())} on {tensor.device}"
+        raise ValueError(f"{name} must be contiguous {dtype} {list(shape)} on the CPU, not {found}")
+
+
+def _expect_tables(tables: Tensor, sequences: int) -> None:
+    if tables.dim() != 2 or tables.dtype != torch.int32 or tables.shape[0] != sequences or tables.stride(1) != 1:
+        raise ValueError(f"block_tables must be int32 [{sequences}, blocks], not {tables.dtype} {list(tables.shape)}")
+
+
+def _expect_caches(k_cache: Tensor, v_cache: Tensor, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether they are bf16."""
+    dtype = k_cache.dtype
+    if dtype not in (torch.float32, torch.bfloat16) or k_cache.dim() != 4:
+        raise ValueError(f"caches are fp32 or bf16 [blocks, heads, block_size, dim], not {dtype}")
+    shape = (k_cache.shape[0], num_kv_heads, k_cache.shape[2], head_dim)
+    _expect("k_cache", k_cache, shape, dtype)
+    _expect("v_cache", v_cache, shape, dtype)
+    return dtype == torch.bfloat16

@@ -1,0 +1,204 @@
+// Packing weight matrices into panels, reading rows back, and y = x W^T + b.
+//
+// Packed layout: columns of the product (rows of W) are cut into panels of kPanel; a panel holds all k for its
+// columns, contiguous, as 32-bit lanes [k / step][column], step = 1, 2 or 4 values of k in a lane (fp32, bf16, int8).
+// int8 keeps one fp32 scale for each column and group of kGroup k: scales[panel][k / kGroup][column].
+#include <algorithm>
+#include <cmath>
+
+#include "micro.h"
+
+namespace segue {
+namespace {
+
+enum Storage : int32_t { kFloat = 0, kHalf = 1, kCode = 2 };
+
+constexpr int step_of(int storage) { return storage == kFloat ? 1 : storage == kHalf ? 2 : 4; }
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t lanes_per_panel(int64_t k, int storage) { return ceil_div(k, step_of(storage)) * kPanel; }
+int64_t scales_per_panel(int64_t k) { return ceil_div(k, kGroup) * kPanel; }
+
+constexpr float kCodeUnit = 1.0f / 16777216.0f;  // codes are expanded as code * 2^24
+
+void pack_codes(const float* row, int64_t k, uint32_t* lanes, float* scales) {
+    for (int64_t k0 = 0; k0 < k; k0 += kGroup) {
+        const int64_t k1 = std::min(k, k0 + kGroup);
+        float peak = 0;
+        for (int64_t i = k0; i < k1; ++i) peak = std::max(peak, std::fabs(row[i]));
+        const float scale = peak / 127.0f;
+        scales[k0 / kGroup * kPanel] = scale * kCodeUnit;
+        for (int64_t i = k0; i < k1; ++i) {
+            const int code = scale > 0 ? int(std::lrintf(row[i] / scale)) : 0;
+            lanes[i / 4 * kPanel] |= uint32_t(uint8_t(std::clamp(code, -127, 127))) << (8 * (i % 4));
+        }
+    }
+}
+
+void pack_row(const float* row, int64_t k, int storage, uint32_t* lanes, float* scales) {
+    if (storage == kFloat) {
+        for (int64_t i = 0; i < k; ++i) __builtin_memcpy(lanes + i * kPanel, row + i, 4);
+    } else if (storage == kHalf) {
+        for (int64_t i = 0; i < k; ++i) lanes[i / 2 * kPanel] |= uint32_t(to_bf16(row[i])) << (16 * (i % 2));
+    } else {
+        pack_codes(row, k, lanes, scales);
+    }
+}
+
+float unpack_one(const uint32_t* lanes, const float* scales, int64_t i, int storage) {
+    const uint32_t lane = lanes[i / step_of(storage) * kPanel];
+    if (storage == kCode) return float(int32_t(lane << (24 - 8 * (i % 4))) & ~0xffffff) * scales[i / kGroup * kPanel];
+    const uint32_t bits = storage == kFloat ? lane : i % 2 ? lane & 0xffff0000u : lane << 16;
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+}
+
+struct Product {
+    const float* x;
+    const uint32_t* lanes;
+    const float* scales;
+    const float* bias;
+    float* out;
+    int64_t m, k, n;
+};
+
+// Blocks of k small enough that a panel's block, as fp32, and the rows that meet it stay in a first-level cache.
+struct Blocking {
+    int64_t k_block, row_block, panels_at_once;
+};
+
+template <class Panel>
+Panel panel_at(const Product& p, int64_t index) {
+    const int64_t lanes = ceil_div(p.k, Panel::kStep) * kPanel;
+    const float* scales = p.scales ? p.scales + index * scales_per_panel(p.k) : nullptr;
+    typedef decltype(Panel::data) Data;
+    return Panel{reinterpret_cast<Data>(p.lanes + index * lanes), scales};
+}
+
+// Writes whole steps, so up to three rows past k1.
+template <class Panel>
+void expand_block(Panel panel, int64_t k0, int64_t k1, float* out) {
+    constexpr int kStep = Panel::kStep;
+    for (int64_t k = k0; k < k1; k += kStep)
+        for (int v = 0; v < kVectors; ++v) {
+            const auto raw = panel.raw(k / kStep, v);
+            const auto scale = panel.scale(k, v);
+#pragma GCC unroll 4
+            for (int i = 0; i < kStep; ++i)
+                store(out + (k - k0 + i) * kPanel + v * kWidth, Panel::expand(raw, i, scale));
+        }
+}
+
+// Rows [row0, row1) of one panel's columns, over [k0, k1). A narrow panel that several tiles will use is expanded
+// once; the numbers are the same either way.
+template <class Panel>
+void multiply_block(const Product& p, Panel panel, int64_t row0, int64_t row1, int64_t k0, int64_t k1, float* c,
+                    int64_t ldc) {
+    const float* x = p.x + row0 * p.k;
+    if (Panel::kStep == 1 || row1 - row0 <= kMaxRows) {
+        multiply_rows(row1 - row0, x, p.k, panel, k0, k1, c, ldc);
+        return;
+    }
+    static thread_local Scratch scratch;
+    float* wide = scratch.reserve((k1 - k0 + 3) * kPanel);
+    expand_block(panel, k0, k1, wide);
+    multiply_rows(row1 - row0, x + k0, p.k, FloatPanel{wide, nullptr}, 0, k1 - k0, c, ldc);
+}
+
+void start_with_bias(const Product& p, int64_t row0, int64_t row1, int64_t column, int64_t columns) {
+    for (int64_t row = row0; row < row1; ++row) {
+        float* c = p.out + row * p.n + column;
+        for (int64_t i = 0; i < columns; ++i) c[i] = p.bias ? p.bias[column + i] : 0.0f;
+    }
+}
+
+// The last panel may be wider than the output, so its tile is worked on beside it.
+template <class Panel>
+void multiply_edge(const Product& p, Panel panel, int64_t row0, int64_t row1, int64_t k0, int64_t k1, int64_t column) {
+    static thread_local Scratch scratch;
+    float* tile = scratch.reserve((row1 - row0) * kPanel);
+    const int64_t columns = p.n - column;
+    for (int64_t row = row0; row < row1; ++row)
+        for (int64_t i = 0; i < kPanel; ++i)
+            tile[(row - row0) * kPanel + i] = i < columns ? p.out[row * p.n + column + i] : 0.0f;
+    multiply_block(p, panel, row0, row1, k0, k1, tile, kPanel);
+    for (int64_t row = row0; row < row1; ++row)
+        std::copy_n(tile + (row - row0) * kPanel, columns, p.out + row * p.n + column);
+}
+
+template <class Panel>
+void multiply_panels(const Product& p, int64_t row0, int64_t row1, int64_t panel0, int64_t panel1, int64_t k_block) {
+    for (int64_t k0 = 0; k0 < p.k; k0 += k_block) {
+        const int64_t k1 = std::min(p.k, k0 + k_block);
+        for (int64_t i = panel0; i < panel1; ++i) {
+            const int64_t column = i * kPanel, columns = std::min<int64_t>(kPanel, p.n - column);
+            if (k0 == 0) start_with_bias(p, row0, row1, column, columns);
+            const Panel panel = panel_at<Panel>(p, i);
+            if (columns == kPanel)
+                multiply_block(p, panel, row0, row1, k0, k1, p.out + row0 * p.n + column, p.n);
+            else
+                multiply_edge(p, panel, row0, row1, k0, k1, column);
+        }
+    }
+}
+
+Blocking blocking_for(const Product& p) {
+    if (p.m <= kMaxRows) return {p.k, p.m, 1};
+    const int64_t k_blocks = ceil_div(p.k, 320);
+    const int64_t k_block = ceil_div(ceil_div(p.k, k_blocks), kGroup) * kGroup;
+    if (p.m <= 64) return {k_block, p.m, 1};
+    const int64_t row_blocks = ceil_div(p.m, 192);
+    return {k_block, ceil_div(ceil_div(p.m, row_blocks), kMaxRows) * kMaxRows, 16};
+}
+
+// Work is cut into (rows, run of panels). Few rows: long runs of panels, each read from memory once, in order.
+template <class Panel>
+void run(const Product& p, int threads) {
+    const Blocking b = blocking_for(p);
+    const int64_t panels = ceil_div(p.n, kPanel), row_blocks = ceil_div(p.m, b.row_block);
+    const int64_t run = row_blocks > 1 ? b.panels_at_once : std::max<int64_t>(1, ceil_div(panels, threads * 4));
+    const int64_t runs = ceil_div(panels, run);
+    parallel_for(row_blocks * runs, p.n * p.k < 16384 ? 1 : threads, [&](int64_t task) {
+        const int64_t row0 = task / runs * b.row_block, row1 = std::min(p.m, row0 + b.row_block);
+        const int64_t first = task % runs * run, last = std::min(panels, first + run);
+        for (int64_t i = first; i < last; i += b.panels_at_once)
+            multiply_panels<Panel>(p, row0, row1, i, std::min(last, i + b.panels_at_once), b.k_block);
+    });
+}
+
+}  // namespace
+}  // namespace segue
+
+using namespace segue;
+
+SEGUE_API int32_t segue_panel_width() { return kPanel; }
+SEGUE_API int32_t segue_group_size() { return kGroup; }
+
+// Rows [first, first + count) of W; `lanes` must be zero where they go. `first` is a multiple of the panel width.
+SEGUE_API void segue_pack(const float* rows, int64_t count, int64_t k, int64_t first, int32_t storage, uint32_t* lanes,
+                float* scales, int32_t threads) {
+    parallel_for(ceil_div(count, kPanel), threads, [&](int64_t i) {
+        const int64_t panel = first / kPanel + i;
+        for (int64_t row = i * kPanel; row < std::min(count, (i + 1) * kPanel); ++row)
+            pack_row(rows + row * k, k, storage, lanes + panel * lanes_per_panel(k, storage) + row % kPanel,
+                     scales + panel * scales_per_panel(k) + row % kPanel);
+    });
+}
+
+SEGUE_API void segue_unpack(const uint32_t* lanes, const float* scales, int32_t storage, int64_t k, const int64_t* ids,
+                  int64_t count, float* out, int32_t threads) {
+    parallel_for(count, count < 8 ? 1 : threads, [&](int64_t i) {
+        const int64_t panel = ids[i] / kPanel, column = ids[i] % kPanel;
+        const uint32_t* from = lanes + panel * lanes_per_panel(k, storage) + column;
+        const float* scale = scales + panel * scales_per_panel(k) + column;
+        for (int64_t j = 0; j < k; ++j) out[i * k + j] = unpack_one(from, scale, j, storage);
+    });
+}
+
+SEGUE_API void segue_linear(const float* x, const uint32_t* lanes, const float* scales, int32_t storage, const float* bias,
+                  float* out, int64_t m, int64_t k, int64_t n, int32_t threads) {
+    const Product p{x, lanes, scales, bias, out, m, k, n};
+    if (storage == kFloat) run<FloatPanel>(p, threads);
+    if (storage == kHalf) run<HalfPanel>(p, threads);
+    if (storage == kCode) run<CodePanel>(p, threads);
+}

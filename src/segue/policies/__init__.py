@@ -1,0 +1,6 @@
+"""Who runs first and who yields. Policies see small frozen views, never an engine class."""
+
+from segue.policies.fcfs import FirstComeFirstServed
+from segue.policies.policy import Policy, TurnView
+
+__all__ = ["FirstComeFirstServed", "Policy", "TurnView"]

@@ -1,0 +1,94 @@
+"""A model that needs no torch and notices every wrong block.
+
+`FakeExecutor` keeps, for every KV slot, the token written there and a digest of everything before it. A row's digest is read
+*through the block table*, so a table that points at stale, foreign or unwritten memory gives another token than `expected`,
+which is computed from the tokens alone.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from segue.engine.executor import Row, StepPlan, StepResult
+
+VOCAB = 50
+_START = 0x5E60E
+
+
+def _mix(digest: int, token: int) -> int:
+    digest = (digest ^ (token + 0x9E3779B9)) * 0xFF51AFD7ED558CCD % 2**64
+    return digest ^ (digest >> 29)
+
+
+def _token_of(digest: int, seed: int, temperature: float) -> int:
+    return (digest ^ (seed * 0xC4CEB9FE1A85EC53 if temperature else 0)) % 2**64 % VOCAB
+
+
+def expected(prompt: Sequence[int], count: int, seed: int = 0, temperature: float = 0.0) -> list[int]:
+    """What an engine with a correct KV core answers."""
+    digest = _START
+    for token in prompt:
+        digest = _mix(digest, token)
+    output = []
+    for _ in range(count):
+        output.append(_token_of(digest, seed, temperature))
+        digest = _mix(digest, output[-1])
+    return output
+
+
+class StaleRead(AssertionError):
+    pass
+
+
+class FakeExecutor:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
+        self.num_computed = 0
+        self.num_copied = 0
+        self.fail_next: Exception | None = None
+        self.closed = False
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._copy(plan)
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            for row in plan.rows[: len(plan.rows) // 2]:
+                self._compute(row)  # a step may die half way
+            raise error
+        tokens = []
+        for row in plan.rows:
+            digest = self._compute(row)
+            if row.sampling is not None:
+                assert row.stop == len(row.tokens)
+                tokens.append(_token_of(digest, row.sampling.seed, row.sampling.params.temperature))
+        return StepResult(tokens)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _copy(self, plan: StepPlan) -> None:
+        sources = {copy.src for copy in plan.copies}
+        for src, dst in plan.copies:
+            assert dst not in sources, "a copy's source is another's destination"
+            size = self.block_size
+            self.slots[dst * size : (dst + 1) * size] = self.slots[src * size : (src + 1) * size]
+            self.num_copied += 1
+
+    def _slot(self, blocks: array[int], position: int) -> int:
+        return blocks[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _compute(self, row: Row) -> int:
+        assert row.start < row.stop <= len(row.tokens)
+        digest = _START
+        for position in range(row.start):
+            held = self.slots[self._slot(row.blocks, position)]
+            digest = _mix(digest, row.tokens[position])
+            if held != (row.tokens[position], digest):
+                raise StaleRead(f"sequence {row.sequence_id} reads {held} at position {position}")
+        for position in range(row.start, row.stop):
+            digest = _mix(digest, row.tokens[position])
+            self.slots[self._slot(row.blocks, position)] = (row.tokens[position], digest)
+            self.num_computed += 1
+        return digest
