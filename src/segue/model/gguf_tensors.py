@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -38,15 +39,15 @@ class GGUFStored:
     def shape(self) -> tuple[int, ...]:
         return self.tensor.shape
 
-    def raw(self) -> memoryview:
-        return memoryview(self.file.raw(self.tensor))
+    def raw(self) -> npt.NDArray[np.uint8]:
+        return self.file.raw(self.tensor)
 
     def read(self) -> Tensor:
         values = dequantize(self.file.raw(self.tensor), self.tensor).reshape(self.shape)
         return values if self.rotary_heads is None else _halves_first(values, self.rotary_heads)
 
 
-def dequantize(raw: np.ndarray, tensor: GGUFTensor) -> Tensor:
+def dequantize(raw: npt.NDArray[np.uint8], tensor: GGUFTensor) -> Tensor:
     """A fresh tensor (never a view of the file) of `tensor`'s values, in any shape."""
     if tensor.kind in _FLOATS:
         return torch.from_numpy(raw.copy()).view(_FLOATS[tensor.kind])
@@ -86,7 +87,7 @@ def _half(blocks: Tensor, start: int) -> Tensor:
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
-def _dequantize_by_package(raw: np.ndarray, tensor: GGUFTensor) -> Tensor:
+def _dequantize_by_package(raw: npt.NDArray[np.uint8], tensor: GGUFTensor) -> Tensor:
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize as package_dequantize
 

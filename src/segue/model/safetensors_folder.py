@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,8 +31,8 @@ class SafetensorsStored:
     def origin(self) -> str:
         return f"{self.shard.name}: tensor {self.name}"
 
-    def raw(self) -> memoryview:
-        return memoryview(self.read().contiguous().flatten().view(torch.uint8).numpy())
+    def raw(self) -> npt.NDArray[np.uint8]:
+        return self.read().contiguous().flatten().view(torch.uint8).numpy()
 
     def read(self) -> Tensor:
         tensor: Tensor = self.handle.get_tensor(self.name)

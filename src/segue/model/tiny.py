@@ -76,7 +76,7 @@ def save_hf_folder(
         save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
         return
     shards = list(_shards(named, max_shard_bytes))
-    placed = {}
+    placed: dict[str, str] = {}
     for index, shard in enumerate(shards, start=1):
         file_name = f"model-{index:05}-of-{len(shards):05}.safetensors"
         save_file(shard, folder / file_name, metadata={"format": "pt"})

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 from segue.base.errors import UnsupportedModel
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import tokenizers
 
 
@@ -40,8 +42,12 @@ class Tokenizer(ABC):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; empty for an id outside the vocabulary, which a padded head can sample."""
 
+    def stream(self, skip_special: bool = True, state: StreamState | None = None) -> TextStream:
+        """A new stream, or one that goes on from `state`."""
+        return TextStream(self, skip_special, state)
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        stream = TextStream(self, skip_special)
+        stream = self.stream(skip_special)
         return stream.push(ids) + stream.flush()
 
 
@@ -83,7 +89,7 @@ class TextStream:
         return self._decoder.decode(b"", final=True)
 
     def state(self) -> StreamState:
-        """For snapshots: `TextStream(tokenizer, skip_special, state)` goes on from here."""
+        """For snapshots: `tokenizer.stream(skip_special, state)` goes on from here."""
         return StreamState(tuple(self._decoder.getstate()[0]), self._started)
 
 
@@ -144,6 +150,10 @@ class TextTokenizer(Tokenizer):
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         ids: list[int] = self._backend.encode(_utf8(text).decode(), add_special_tokens=add_special).ids
         return self._prefix + ids if add_special else ids
+
+    def save(self, path: Path) -> None:
+        """Writes it as a `tokenizer.json`, which any library built on `tokenizers` reads."""
+        self._backend.save(str(path))
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its spelling in the vocabulary."""

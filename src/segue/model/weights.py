@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -73,7 +75,7 @@ class Stored(Protocol):
     def origin(self) -> str: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
-    def raw(self) -> memoryview: ...
+    def raw(self) -> npt.NDArray[np.uint8]: ...
     def read(self) -> Tensor: ...
 
 
@@ -89,8 +91,8 @@ class _InMemory:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.tensor.shape)
 
-    def raw(self) -> memoryview:
-        return memoryview(self.tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    def raw(self) -> npt.NDArray[np.uint8]:
+        return self.tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
     def read(self) -> Tensor:
         return self.tensor
@@ -142,7 +144,7 @@ def weights_from_hf(tensors: Mapping[str, Stored], spec: ModelSpec) -> Weights:
 def weights_from_gguf(file: GGUFFile, spec: ModelSpec) -> Weights:
     from segue.model.gguf_tensors import GGUFStored
 
-    names = _names(spec, _GGUF_TOP, "blk", _GGUF_LAYER)
+    names = gguf_names(spec)
     rotary: dict[str, int] = {}
     if spec.architecture == "llama":
         rotary = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
@@ -158,6 +160,11 @@ def hf_names(spec: ModelSpec) -> dict[str, str]:
     return _names(spec, _HF_TOP, "model.layers", _HF_LAYER)
 
 
+def gguf_names(spec: ModelSpec) -> dict[str, str]:
+    """Our names to GGUF's, for the tensors this spec has."""
+    return _names(spec, _GGUF_TOP, "blk", _GGUF_LAYER)
+
+
 def fingerprint(spec: ModelSpec, weights: Mapping[str, Tensor]) -> str:
     """A model's identity as 64 hex digits: KV made under one fingerprint is never used under another.
 
@@ -170,13 +177,13 @@ def fingerprint(spec: ModelSpec, weights: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(repr((type(spec.rope_scaling).__name__, sorted(computed.items()))).encode())
     for name in sorted(held):
         stored = held.stored(name)
-        data = stored.raw().cast("B")
+        data = stored.raw()
         digest.update(repr((name, stored.shape, len(data))).encode())
         last = max(len(data) - _SAMPLE_BYTES, 0)
         for index in range(_SAMPLES):
             start = last * index // (_SAMPLES - 1)
             digest.update(struct.pack("<Q", start))
-            digest.update(data[start : start + _SAMPLE_BYTES])
+            digest.update(data[start : start + _SAMPLE_BYTES].tobytes())
     return digest.hexdigest()
 
 

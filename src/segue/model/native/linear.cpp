@@ -144,11 +144,10 @@ void multiply_panels(const Product& p, int64_t row0, int64_t row1, int64_t panel
 
 Blocking blocking_for(const Product& p) {
     if (p.m <= kMaxRows) return {p.k, p.m, 1};
-    const int64_t k_blocks = ceil_div(p.k, 320);
+    const int64_t k_blocks = ceil_div(p.k, p.m <= 64 ? 320 : 768);
     const int64_t k_block = ceil_div(ceil_div(p.k, k_blocks), kGroup) * kGroup;
-    if (p.m <= 64) return {k_block, p.m, 1};
-    const int64_t row_blocks = ceil_div(p.m, 192);
-    return {k_block, ceil_div(ceil_div(p.m, row_blocks), kMaxRows) * kMaxRows, 16};
+    const int64_t row_blocks = ceil_div(p.m, 96);
+    return {k_block, ceil_div(p.m, row_blocks), p.m <= 64 ? 1 : 8};
 }
 
 // Work is cut into (rows, run of panels). Few rows: long runs of panels, each read from memory once, in order.

@@ -37,7 +37,7 @@ inline void store(T* p, V v) {
     __builtin_memcpy(p, &v, sizeof v);
 }
 
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) { return x - Vec{}; }  // minus, not plus: it folds away, and keeps -0
 
 // Lanes are folded in halves, always in the same order.
 inline float sum_lanes(Vec v) {

@@ -1,0 +1,104 @@
+"""Turns a plan's rows into the arrays a forward pass reads, without per-token Python work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from segue.engine import Row
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence's query rows `start … stop-1` of the batch, the last `stop - start` of its `context` tokens."""
+
+    start: int
+    stop: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Inputs of one step, on the device. Valid until the next batch is built: the buffers are reused."""
+
+    tokens: Tensor  # [tokens]
+    positions: Tensor  # [tokens]
+    slots: Tensor  # [tokens] int64: block * block_size + offset, where each token's KV goes
+    tables: Tensor  # [sequences, max_blocks]
+    starts: Tensor  # [sequences + 1]: where each sequence's rows begin
+    contexts: Tensor  # [sequences]: tokens with KV, this step's included
+    sample_rows: Tensor  # [samples] int64: which rows to sample from
+    spans: Sequence[Span]
+
+
+class BatchBuilder:
+    """Owns one int32 buffer, laid out for the largest step; a CUDA device gets it in a single copy."""
+
+    def __init__(
+        self, max_tokens: int, max_sequences: int, max_blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        self._block_size = block_size
+        self._device = device
+        self._max_blocks = max_blocks
+        sizes = (3 * max_tokens, 3 * max_sequences + 1, max_sequences * max_blocks)
+        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device_buffer = torch.zeros_like(self._host, device=device) if device.type == "cuda" else self._host
+        self._array: IntArray = self._host.numpy()
+
+    def build(self, rows: Sequence[Row]) -> Batch:
+        counts = np.array([row.stop - row.start for row in rows], dtype=np.int32)
+        contexts = np.array([row.stop for row in rows], dtype=np.int32)
+        num_tokens, num_rows = int(counts.sum()), len(rows)
+        width = max(len(row.blocks) for row in rows)
+        lengths = (num_tokens, num_tokens, num_tokens, num_rows + 1, num_rows, num_rows, num_rows * width)
+        ends = np.cumsum(lengths)
+        cut = [slice(end - length, end) for end, length in zip(ends.tolist(), lengths, strict=True)]
+        tokens, positions, slots, starts, context, samples, tables = (self._array[part] for part in cut)
+        tables = tables.reshape(num_rows, width)
+
+        starts[0] = 0
+        np.cumsum(counts, out=starts[1:])
+        context[:] = contexts
+        self._copy_rows(rows, starts, tokens, tables)
+        first_positions = contexts - counts
+        positions[:] = np.arange(num_tokens, dtype=np.int32) - np.repeat(starts[:-1] - first_positions, counts)
+        sequence_of = np.repeat(np.arange(num_rows), counts)
+        size = self._block_size
+        slots[:] = tables[sequence_of, positions // size] * size + positions % size
+        sampling = [i for i, row in enumerate(rows) if row.sampling is not None]
+        samples[: len(sampling)] = starts[1:][sampling] - 1
+        return self._on_device(cut, width, num_rows, len(sampling), starts.tolist(), contexts.tolist())
+
+    def _copy_rows(self, rows: Sequence[Row], starts: IntArray, tokens: IntArray, tables: IntArray) -> None:
+        offsets = starts.tolist()
+        for i, row in enumerate(rows):
+            tokens[offsets[i] : offsets[i + 1]] = row.tokens[row.start : row.stop]
+            blocks = row.blocks
+            tables[i, : len(blocks)] = blocks
+
+    def _on_device(
+        self, cut: list[slice], width: int, num_rows: int, num_samples: int, starts: list[int], contexts: list[int]
+    ) -> Batch:
+        buffer = self._device_buffer
+        if buffer is not self._host:
+            used = cut[-1].stop
+            buffer[:used].copy_(self._host[:used], non_blocking=True)
+        tokens, positions, slots, starts_, context, samples, tables = (buffer[part] for part in cut)
+        spans = [Span(a, b, c) for a, b, c in zip(starts, starts[1:], contexts, strict=False)]
+        return Batch(
+            tokens,
+            positions,
+            slots.long(),
+            tables.view(num_rows, width),
+            starts_,
+            context,
+            samples[:num_samples].long(),
+            spans,
+        )

@@ -1,0 +1,167 @@
+"""An engine with a model of its own: `Engine("smollm2")`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from segue.base.clock import Clock
+from segue.base.config import EngineConfig, Environment
+from segue.base.errors import InvalidRequest, UnsupportedModel
+from segue.engine import EngineCore
+from segue.model.backend import Backend
+from segue.model.catalog import Progress
+from segue.model.decoder import Decoder
+from segue.model.loading import LoadedModel, open_model
+from segue.model.memory import KVBudget, kv_budget
+from segue.model.runner import ModelRunner
+from segue.policies import Policy
+
+DType = Literal["auto", "fp32", "bf16", "fp16"]
+_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How a model is loaded and how much it may hold; None means: find out."""
+
+    device: str = "auto"
+    dtype: DType = "auto"
+    quantize: Literal["int8"] | None = None
+    num_blocks: int | None = None
+    kv_memory: int | str | None = None
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_step_tokens: int = 2048
+    max_running: int = 256
+    prefix_caching: bool = True
+    threads: int | None = None
+    native: bool = True  # False: plain torch even where our CPU kernels would run
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", *_TORCH_DTYPES):
+            raise InvalidRequest("dtype", f"{self.dtype!r} is not one of auto, {', '.join(_TORCH_DTYPES)}")
+        if self.quantize not in (None, "int8"):
+            raise InvalidRequest("quantize", f"{self.quantize!r} is not known: int8 is")
+        if self.threads is not None and self.threads < 1:
+            raise InvalidRequest("threads", f"must be at least 1, got {self.threads}")
+
+
+class Engine(EngineCore):
+    """Everything `EngineCore` does, on a built-in model, a Hugging Face folder or a GGUF file.
+
+    `budget` and `backend_note` say what was chosen for KV memory and for computing.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel = "smollm2",
+        *,
+        policy: Policy | None = None,
+        clock: Clock | None = None,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        chosen = _options(options)
+        environment = Environment.read()
+        loaded = open_model(model, environment.cache_dir, progress=progress) if isinstance(model, str) else model
+        spec = loaded.spec
+        if chosen.threads is not None:
+            torch.set_num_threads(chosen.threads)
+        max_len = _max_len(chosen, spec.max_positions)
+        device = _device(chosen.device)
+        backend, self.backend_note = _backend(chosen, loaded, device, max_len, environment)
+        decoder = Decoder(spec, loaded.weights, backend)
+        self.budget: KVBudget = kv_budget(
+            spec,
+            chosen.block_size,
+            backend.kv_dtype,
+            device,
+            max_len,
+            num_blocks=chosen.num_blocks,
+            kv_memory=chosen.kv_memory,
+        )
+        config = EngineConfig(
+            self.budget.num_blocks,
+            chosen.block_size,
+            chosen.max_step_tokens,
+            min(chosen.max_running, chosen.max_step_tokens),
+            max_len,
+            chosen.prefix_caching,
+        )
+        self.runner = ModelRunner(decoder, backend, config)
+        self.model = loaded
+        super().__init__(
+            self.runner,
+            config,
+            tokenizer=loaded.tokenizer,
+            vocab_size=spec.vocab_size,
+            model_fingerprint=f"{loaded.fingerprint}/{backend.name}/{backend.kv_dtype}",
+            policy=policy,
+            clock=clock,
+        )
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation, ready for the answer."""
+        text = self.model.chat_template.render(messages, **options)
+        return self.model.tokenizer.encode(text, add_special=False)
+
+
+def _options(given: Mapping[str, Any]) -> ModelOptions:
+    known = ModelOptions.__dataclass_fields__
+    for name in given:
+        if name not in known:
+            raise InvalidRequest(name, f"is not an option; these are: {', '.join(known)}")
+    return ModelOptions(**given)
+
+
+def _max_len(options: ModelOptions, most: int) -> int:
+    wanted = options.max_model_len
+    if wanted is None:
+        return most
+    if not 1 < wanted <= most:
+        raise InvalidRequest("max_model_len", f"must be between 2 and the model's {most}, got {wanted}")
+    return wanted
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidRequest("device", f"{name!r} is not a device: cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidRequest("device", f"{name!r} is not supported: cpu and cuda are")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest("device", "cuda was asked for, and torch finds no CUDA device here")
+    return device
+
+
+def _backend(
+    options: ModelOptions, loaded: LoadedModel, device: torch.device, max_len: int, environment: Environment
+) -> tuple[Backend, str]:
+    """The backend, and a line that says which and why."""
+    from segue.model.torch_backend import TorchBackend
+
+    dtype = options.dtype if options.dtype != "auto" else ("bf16" if device.type == "cuda" else "fp32")
+    reason = "as asked"
+    if device.type == "cpu" and options.native and dtype != "fp16":
+        from segue.model import native
+        from segue.model.native_backend import NativeBackend
+
+        try:
+            kernels = native.load(environment.cache_dir / "kernels", environment.compiler)
+        except native.NativeUnavailable as error:
+            reason = str(error)
+        else:
+            storage = options.quantize or dtype
+            backend = NativeBackend(kernels, loaded.spec, storage, options.max_step_tokens, max_len)
+            return backend, f"native CPU kernels, {torch.get_num_threads()} threads, {storage} weights"
+    if options.quantize:
+        raise UnsupportedModel(f"quantize={options.quantize} needs the native CPU kernels ({reason})")
+    note = f"torch on {device}, {dtype}" + (f" ({reason})" if device.type == "cpu" else "")
+    return TorchBackend(loaded.spec, _TORCH_DTYPES[dtype], device, max_len), note

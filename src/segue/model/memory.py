@@ -1,0 +1,82 @@
+"""How much KV memory there is to be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from segue.base.config import available_memory_bytes
+from segue.base.errors import InvalidRequest, RequestTooLong
+from segue.model.spec import ModelSpec
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_HOST_SHARE = 0.25  # of available memory: others live here too
+_DEVICE_SHARE = 0.90  # of what the weights left free
+_WORTHWHILE_SEQUENCES = 64  # full-length sequences beyond which more KV memory on a host is not taken unasked
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudget:
+    """Blocks (the null block included) and what they cost."""
+
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    reason: str
+
+    def __str__(self) -> str:
+        usable = self.num_blocks - 1
+        return (
+            f"KV memory: {usable:,} blocks of {self.block_size} tokens = {usable * self.block_size:,} tokens, "
+            f"{self.num_blocks * self.block_bytes / 2**20:,.0f} MiB ({self.reason})"
+        )
+
+
+def parse_bytes(text: str) -> int:
+    """'512MiB', '2GiB', '1.5G' or a plain number of bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    if not found:
+        raise InvalidRequest("kv_memory", f"{text!r} is not a size: write 2GiB, 512MiB or a number of bytes")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+    """K and V of one block in every layer."""
+    return dtype.itemsize * spec.num_layers * block_size * 2 * spec.num_kv_heads * spec.head_dim
+
+
+def kv_budget(
+    spec: ModelSpec,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_len: int,
+    *,
+    num_blocks: int | None = None,
+    kv_memory: int | str | None = None,
+) -> KVBudget:
+    """By count, by size, or by what the machine has; in this order."""
+    each = block_bytes(spec, block_size, dtype)
+    if num_blocks is not None:
+        if num_blocks < 2:
+            raise InvalidRequest("num_blocks", f"must be at least 2 (block 0 is the null block), got {num_blocks}")
+        return KVBudget(num_blocks, block_size, each, "as asked")
+    if kv_memory is not None:
+        size = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
+        if size < 2 * each:
+            raise RequestTooLong(
+                "kv_memory", f"{size} bytes hold less than the 2 blocks of {each} bytes that are the least"
+            )
+        return KVBudget(size // each, block_size, each, "as asked")
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        size, reason = int(free * _DEVICE_SHARE), f"{_DEVICE_SHARE:.0%} of the free device memory"
+    else:
+        useful = _WORTHWHILE_SEQUENCES * max_len // block_size * each
+        size = min(int(available_memory_bytes() * _HOST_SHARE), useful)
+        reason = f"automatic, at most {_HOST_SHARE:.0%} of the available memory"
+    if size < 2 * each:
+        raise RequestTooLong("kv_memory", f"{size} bytes are free, the least KV memory is {2 * each}")
+    return KVBudget(size // each, block_size, each, reason)

@@ -1,0 +1,57 @@
+"""The executor that runs a decoder: plans in, tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from segue.engine import StepPlan, StepResult
+from segue.kv import Copy
+from segue.model.backend import Backend
+from segue.model.batch import BatchBuilder
+from segue.model.decoder import Decoder
+from segue.model.sampler import sample
+
+
+class ModelRunner:
+    """Owns the KV memory of every layer in one tensor, [layers, 2, blocks, kv_heads, block_size, head_dim]."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: Backend,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_tokens: int,
+        max_running: int,
+        max_len: int,
+    ) -> None:
+        spec = decoder.spec
+        shape = (spec.num_layers, 2, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+        self.kv = torch.empty(shape, dtype=backend.kv_dtype, device=backend.device)
+        self._decoder = decoder
+        self._batches = BatchBuilder(max_tokens, max_running, -(-max_len // block_size), block_size, backend.device)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        if plan.copies:
+            self._copy(plan.copies)
+        logits = self.forward(plan)
+        rows = [row for row in plan.rows if row.sampling is not None]
+        return sample(logits, rows) if rows else StepResult(())
+
+    def forward(self, plan: StepPlan) -> Tensor:
+        """Logits of the rows that sample; the KV of every row is written."""
+        return self._decoder.forward(self._batches.build(plan.rows), self.kv)
+
+    def close(self) -> None:
+        """Lets go of KV memory; the runner is of no use afterwards."""
+        self.kv = self.kv[:, :, :0]
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        sources = torch.tensor([copy.src for copy in copies], device=self.kv.device)
+        targets = torch.tensor([copy.dst for copy in copies], device=self.kv.device)
+        self.kv[:, :, targets] = self.kv[:, :, sources]
