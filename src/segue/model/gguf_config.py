@@ -21,6 +21,8 @@ def spec_from_gguf_metadata(
     family = metadata.get("general.architecture")
     if family is None:
         raise ModelError("general.architecture is missing.")
+    if "rope_freqs.weight" in tensor_names and rope_divisors is None:
+        raise ModelError("rope_freqs.weight is in the file, and its values were not given.")
     if family not in _SUPPORTED:
         known = ", ".join(_SUPPORTED)
         raise UnsupportedModel(f"general.architecture {str(family)[:80]!r} is not supported; supported are {known}.")

@@ -55,7 +55,7 @@ def _from_folder(name: str, folder: Path) -> LoadedModel:
     from segue.model.tokenizer_files import tokenizer_from_folder
 
     spec = ModelSpec.from_hf_config(read_json(folder / "config.json"))
-    weights = weights_from_hf(open_folder(folder), spec)
+    weights = weights_from_hf(open_folder(folder), spec, folder.name)
     tokenizer = tokenizer_from_folder(folder)
     template = template_from_folder(folder, *_edges(tokenizer))
     return _fitted(name, spec, weights, tokenizer, template)

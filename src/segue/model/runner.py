@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from segue.base.config import EngineConfig
 from segue.engine import StepPlan, StepResult
 from segue.kv import Copy
 from segue.model.backend import Backend
@@ -18,22 +19,13 @@ from segue.model.sampler import sample
 class ModelRunner:
     """Owns the KV memory of every layer in one tensor, [layers, 2, blocks, kv_heads, block_size, head_dim]."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        backend: Backend,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_tokens: int,
-        max_running: int,
-        max_len: int,
-    ) -> None:
-        spec = decoder.spec
-        shape = (spec.num_layers, 2, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+    def __init__(self, decoder: Decoder, backend: Backend, config: EngineConfig) -> None:
+        spec, size = decoder.spec, config.block_size
+        shape = (spec.num_layers, 2, config.num_blocks, spec.num_kv_heads, size, spec.head_dim)
         self.kv = torch.empty(shape, dtype=backend.kv_dtype, device=backend.device)
         self._decoder = decoder
-        self._batches = BatchBuilder(max_tokens, max_running, -(-max_len // block_size), block_size, backend.device)
+        blocks = -(-config.max_sequence_len // size)
+        self._batches = BatchBuilder(config.max_step_tokens, config.max_running, blocks, size, backend.device)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from segue.model.gguf_file import GGUFFile
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1024
+_ROPE_TABLE = "rope_freqs.weight"  # read into the spec, not a weight
 
 _HF_TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 _HF_LAYER = {
@@ -126,19 +127,19 @@ def load_weights(path: Path, spec: ModelSpec) -> Weights:
     if path.is_dir():
         from segue.model.safetensors_folder import open_folder
 
-        return weights_from_hf(open_folder(path), spec)
+        return weights_from_hf(open_folder(path), spec, path.name)
     from segue.model.gguf_file import GGUFFile
 
     return weights_from_gguf(GGUFFile.open(path), spec)
 
 
-def weights_from_hf(tensors: Mapping[str, Stored], spec: ModelSpec) -> Weights:
+def weights_from_hf(tensors: Mapping[str, Stored], spec: ModelSpec, folder_name: str) -> Weights:
     names = hf_names(spec)
     extra = tensors.keys() - names.values()
     extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
     if spec.tie_embeddings:
         extra.discard(_HF_TOP["head"])
-    return _matched(tensors, names, extra, spec)
+    return _matched(tensors, names, extra, spec, folder_name)
 
 
 def weights_from_gguf(file: GGUFFile, spec: ModelSpec) -> Weights:
@@ -152,7 +153,9 @@ def weights_from_gguf(file: GGUFFile, spec: ModelSpec) -> Weights:
         name: GGUFStored(file, tensor, rotary.get(name.split(".")[-2] if "." in name else name))
         for name, tensor in file.tensors.items()
     }
-    return _matched(stored, names, stored.keys() - names.values() - {"rope_freqs.weight"}, spec)
+    if _ROPE_TABLE in stored and spec.rope_scaling is None:
+        raise WeightsError(f"{file.path.name} has {_ROPE_TABLE}, and the spec has no rope scaling.")
+    return _matched(stored, names, stored.keys() - names.values() - {_ROPE_TABLE}, spec, file.path.name)
 
 
 def hf_names(spec: ModelSpec) -> dict[str, str]:
@@ -198,7 +201,9 @@ def _names(spec: ModelSpec, top: Mapping[str, str], layers: str, layer: Mapping[
     return names
 
 
-def _matched(tensors: Mapping[str, Stored], names: Mapping[str, str], extra: set[str], spec: ModelSpec) -> Weights:
+def _matched(
+    tensors: Mapping[str, Stored], names: Mapping[str, str], extra: set[str], spec: ModelSpec, where: str
+) -> Weights:
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         first = tensors[min(extra)]
@@ -207,7 +212,7 @@ def _matched(tensors: Mapping[str, Stored], names: Mapping[str, str], extra: set
     for ours, shape in tensor_shapes(spec).items():
         stored = tensors.get(names[ours])
         if stored is None:
-            raise WeightsError(f"tensor {names[ours]} is missing.")
+            raise WeightsError(f"{where} lacks tensor {names[ours]}.")
         if stored.shape != shape:
             raise WeightsError(f"{stored.origin} has shape {list(stored.shape)}; the config needs {list(shape)}.")
         matched[ours] = stored

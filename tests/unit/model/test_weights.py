@@ -113,6 +113,8 @@ def test_gguf_rope_table_is_honoured(tmp_path: Path) -> None:
 
     write_gguf(tmp_path / "m.gguf", SMALL, random_weights(SMALL), more)
     assert open_model(str(tmp_path / "m.gguf"), tmp_path).spec.rope_scaling == scaling
+    with pytest.raises(WeightsError, match="rope_freqs"):
+        load_weights(tmp_path / "m.gguf", SMALL)
 
 
 def test_fingerprint_tells_models_apart_and_ignores_places(tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_wrong_shape_missing_and_unexpected_tensors(tmp_path: Path) -> None:
 
     name = "model.layers.1.self_attn.k_proj.weight"
     refused(folder_with(lambda tensors: tensors.update({name: torch.zeros(32, 63)})), name, "[32, 63]", "[32, 64]")
-    refused(folder_with(lambda tensors: tensors.pop(name)), name, "missing")
+    refused(folder_with(lambda tensors: tensors.pop(name)), name, "lacks")
     extra = "model.layers.0.self_attn.q_proj.bias"
     refused(folder_with(lambda tensors: tensors.update({extra: torch.zeros(64)})), extra)
     refused(folder_with(lambda tensors: tensors.update({name: torch.zeros(32, 64, dtype=torch.int8)})), name, "I8")
