@@ -4,6 +4,7 @@ from array import array
 
 import pytest
 import torch
+from tests.parity.conftest import FAMILIES, family
 
 from segue import Engine, SamplingParams
 from segue.engine import Row, StepPlan
@@ -13,7 +14,6 @@ from segue.model.loading import LoadedModel
 from segue.model.tiny import random_weights, save_hf_folder
 from segue.model.tokenizer import ByteTokenizer
 from segue.model.weights import Weights, fingerprint
-from tests.parity.conftest import FAMILIES, family
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
 
@@ -26,8 +26,17 @@ def pair(request, tmp_path_factory):
     weights = random_weights(spec, seed=11)
     folder = tmp_path_factory.mktemp(request.param)
     save_hf_folder(spec, weights, folder)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    loaded = LoadedModel("parity", spec, Weights.in_memory(weights), ByteTokenizer(), ChatTemplate("", "", ""), fingerprint(spec, weights))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    loaded = LoadedModel(
+        "parity",
+        spec,
+        Weights.in_memory(weights),
+        ByteTokenizer(),
+        ChatTemplate("", "", ""),
+        fingerprint(spec, weights),
+    )
     return reference.eval(), loaded
 
 
@@ -60,7 +69,9 @@ def test_64_greedy_tokens_identical_alone_batched_chunked_and_preempted(pair, na
     wanted = []
     for ids in prompts:
         with torch.inference_mode():
-            out = reference.generate(torch.tensor([ids]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+            out = reference.generate(
+                torch.tensor([ids]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
         wanted.append(out[0, len(ids) :].tolist())
 
     def answers(**options):

@@ -1,12 +1,13 @@
 """Random traffic on an engine with a tiny pool and a model that notices every wrong block.
 
-Whatever is submitted, aborted, held, released, preempted or failed: `check()` holds after every step, every answer is the one that
-an engine with endless memory gives, and in the end usage is 0.0.
+Whatever is submitted, aborted, held, released, preempted or failed: `check()` holds after every step, every answer is
+the one that an engine with endless memory gives, and in the end usage is 0.0.
 """
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.fakes import FakeExecutor, expected
 
 from segue.base.clock import VirtualClock
 from segue.base.config import EngineConfig
@@ -14,7 +15,6 @@ from segue.base.errors import RequestTooLong
 from segue.base.types import FinishReason, SamplingParams
 from segue.engine import EngineCore
 from segue.engine.sequence import sample_seed
-from tests.fakes import FakeExecutor, expected
 
 PROMPTS = st.lists(st.sampled_from([1, 1, 1, 2, 3]), min_size=1, max_size=30)
 
@@ -23,8 +23,8 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(2, 24),
         size=st.sampled_from([1, 2, 4, 16]),
-        step_tokens=st.integers(4, 40),
-        running=st.integers(1, 4),
+        step_tokens=st.integers(6, 40),
+        running=st.integers(1, 6),
         caching=st.booleans(),
     )
     def start(self, num_blocks, size, step_tokens, running, caching):
@@ -41,7 +41,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(
         prompt=PROMPTS,
         max_tokens=st.integers(1, 20),
-        n=st.sampled_from([1, 1, 1, 2, 5]),
+        n=st.sampled_from([1, 1, 2, 3, 5]),
         temperature=st.sampled_from([0.0, 1.0]),
         hold=st.booleans(),
         salt=st.sampled_from(["", "t"]),

@@ -1,0 +1,42 @@
+"""The `segue` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from segue import __version__
+from segue.base.errors import SegueError
+from segue.cli import chat, demo, generate, models
+
+COMMANDS = {"generate": generate, "chat": chat, "models": models, "demo": demo}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 done, 1 something failed, 2 wrong use, 130 interrupted."""
+    arguments = parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except SegueError as error:
+        print(f"segue: {error}", file=sys.stderr)
+        return 2 if error.status < 500 else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+    return status
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
+        prog="segue", description="LLM serving in which a request's state is a thing you can hold."
+    )
+    root.add_argument("--version", action="version", version=f"segue {__version__}")
+    commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, module in COMMANDS.items():
+        summary = (module.__doc__ or "").strip().splitlines()[0]
+        command = commands.add_parser(name, help=summary, description=summary)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return root

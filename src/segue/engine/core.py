@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from segue.base.clock import Clock, SystemClock
 from segue.base.config import EngineConfig
@@ -31,6 +31,7 @@ class _Active:
     request: Request
     result: Result
     texts: list[AnswerText | None]
+    unfinished: int  # answers whose last delta is still to come
 
 
 class EngineCore:
@@ -94,6 +95,8 @@ class EngineCore:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("prompt", "this engine has no tokenizer: pass token ids")
+            if not prompt:
+                raise InvalidRequest("prompt", "is empty")
             return array("i", self.tokenizer.encode(prompt))
         try:
             return array("i", prompt)
@@ -137,7 +140,7 @@ class EngineCore:
         self._scheduler.submit(request)
         completions = [Completion(index) for index in range(params.n)]
         result = Result(request_id, list(tokens), completions, request.arrived_at)
-        self._active[request_id] = _Active(request, result, [self._text(params) for _ in completions])
+        self._active[request_id] = _Active(request, result, [self._text(params) for _ in completions], params.n)
         self._prompt_tokens += len(tokens)
         return request_id
 
@@ -180,11 +183,13 @@ class EngineCore:
                 self.abort(request_id)
                 self._unawait(request_id)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> Generator[Delta, None, None]:
         """Answer one prompt as tokens come; see `submit` for the options. Closing the iterator frees the request."""
         return self._follow(self.submit(prompt, params, **options))
 
-    def _follow(self, request_id: str) -> Iterator[Delta]:
+    def _follow(self, request_id: str) -> Generator[Delta, None, None]:
         try:
             while request_id in self._active:
                 for delta in self.step():
@@ -226,7 +231,7 @@ class EngineCore:
             self._closed = True
             self._executor.close()
 
-    def __enter__(self) -> EngineCore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -237,7 +242,7 @@ class EngineCore:
     def _text(self, params: SamplingParams) -> AnswerText | None:
         if self.tokenizer is None:
             return None
-        return AnswerText(self.tokenizer.stream(), params.stop, params.include_stop, params.min_tokens)
+        return AnswerText(self.tokenizer.answer_stream(), params.stop, params.include_stop, params.min_tokens)
 
     def _publish(self, produced: list[Produced]) -> list[Delta]:
         now = self._clock.now()
@@ -274,7 +279,8 @@ class EngineCore:
             completion.finish_reason = delta.finish_reason
             completion.num_reused = sequence.num_reused or 0
             completion.lease = sequence.lease
-            if active.request.finished:
+            active.unfinished -= 1
+            if not active.unfinished:
                 self._retire(active)
 
     def _retire(self, active: _Active) -> None:

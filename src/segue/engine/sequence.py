@@ -46,10 +46,6 @@ class Request:
     hold: bool = False
     sequences: list[Sequence] = field(default_factory=list)
 
-    @property
-    def finished(self) -> bool:
-        return all(sequence.status is Status.FINISHED for sequence in self.sequences)
-
 
 class Sequence:
     """Tokens, a block table, and how many of the tokens have KV. Everything else about a request is parameters.

@@ -23,7 +23,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, add_special: bool = True) -> list[int]: ...
 
-    def stream(self) -> TextStream: ...
+    def answer_stream(self) -> TextStream:
+        """For text that follows a prompt."""
+        ...
 
 
 class StopStrings:

@@ -66,7 +66,10 @@ def test_the_partly_filled_last_block_of_finished_work_is_found():
     finish(kv, table, ids)
     _, got = run(kv, tokens(range(39), range(100, 120)))
     assert got.num_reused == 39
-    assert kv.match(kv.open(tokens(range(36), range(200, 220)), SCOPE), tokens(range(36), range(200, 220))).num_tokens == 36
+    assert (
+        kv.match(kv.open(tokens(range(36), range(200, 220)), SCOPE), tokens(range(36), range(200, 220))).num_tokens
+        == 36
+    )
 
 
 def test_scopes_never_share():
@@ -116,7 +119,7 @@ def test_prefixes_outlive_tails():
     ids = tokens(range(32))
     table, _ = run(kv, ids)
     finish(kv, table, ids)
-    other, _ = run(kv, tokens(range(100, 112)))
+    run(kv, tokens(range(100, 112)))
     again = kv.open(ids, SCOPE)
     assert kv.match(again, ids).num_tokens == 20
 

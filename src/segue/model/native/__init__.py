@@ -25,6 +25,7 @@ Storage = Literal["fp32", "bf16", "int8"]
 
 _STORAGES: dict[Storage, tuple[int, int]] = {"fp32": (0, 1), "bf16": (1, 2), "int8": (2, 4)}  # code, values per lane
 _PACK_ROWS = 4096  # rows converted to fp32 at a time while packing; a multiple of every panel width
+_HUGE_PAGE = 2 << 20
 _KINDS: dict[str, type[ctypes._SimpleCData[Any]]] = {
     "p": ctypes.c_void_p,
     "n": ctypes.c_int64,
@@ -70,6 +71,7 @@ class Kernels:
         free, locked = open_library(path)
         self._panel = int(free.segue_panel_width())
         self._group = int(free.segue_group_size())
+        self._clear = _bind(free.segue_clear, "pn")
         self._pack = _bind(free.segue_pack, "pnnnippi")
         self._unpack_rows = _bind(free.segue_unpack, "ppinpnpi")
         self._linear = _bind(free.segue_linear, "pppippnnni")
@@ -86,13 +88,22 @@ class Kernels:
         n, k = weight.shape
         code, per_lane = _STORAGES[storage]
         panels = -(-n // self._panel)
-        lanes = _aligned(panels * -(-k // per_lane) * self._panel, torch.int32)
+        lanes = self._zeros(panels * -(-k // per_lane) * self._panel)
         groups = -(-k // self._group) if storage == "int8" else 0
-        scales = _aligned(panels * groups * self._panel, torch.float32)
+        scales = self._zeros(panels * groups * self._panel)
         for first in range(0, n, _PACK_ROWS):
             part = weight[first : first + _PACK_ROWS].float().contiguous()
             self._pack(part.data_ptr(), len(part), k, first, code, lanes.data_ptr(), scales.data_ptr(), _threads())
         return PackedWeight((n, k), storage, self, lanes, scales, lanes.data_ptr(), scales.data_ptr(), code)
+
+    def _zeros(self, count: int) -> Tensor:
+        """Lanes of 4 bytes that start on a cache line, or on a huge page when they fill one."""
+        alignment = _HUGE_PAGE if count * 4 >= _HUGE_PAGE else 64
+        raw = torch.empty(count + alignment // 4, dtype=torch.int32)
+        skip = -raw.data_ptr() % alignment // 4
+        lanes = raw[skip : skip + count]
+        self._clear(lanes.data_ptr(), count * 4)
+        return lanes
 
     def _unpack(self, weight: PackedWeight, ids: Tensor) -> Tensor:
         n, k = weight.shape
@@ -278,13 +289,6 @@ def _bind(function: ctypes._NamedFuncPointer, signature: str) -> ctypes._NamedFu
     function.argtypes = [_KINDS[letter] for letter in signature]
     function.restype = None
     return function
-
-
-def _aligned(count: int, dtype: torch.dtype) -> Tensor:
-    """Zeros, 4 bytes each, that start on a cache line."""
-    raw = torch.zeros(count + 16, dtype=dtype)
-    skip = -raw.data_ptr() % 64 // 4
-    return raw[skip : skip + count]
 
 
 def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:

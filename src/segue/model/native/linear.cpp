@@ -3,6 +3,10 @@
 // Packed layout: columns of the product (rows of W) are cut into panels of kPanel; a panel holds all k for its
 // columns, contiguous, as 32-bit lanes [k / step][column], step = 1, 2 or 4 values of k in a lane (fp32, bf16, int8).
 // int8 keeps one fp32 scale for each column and group of kGroup k: scales[panel][k / kGroup][column].
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <cmath>
 
@@ -89,20 +93,34 @@ void expand_block(Panel panel, int64_t k0, int64_t k1, float* out) {
         }
 }
 
+// The panel's memory for [k0, k1), `distance` bytes further on: panels follow each other, so it may be in the next.
+template <class Panel>
+Ahead memory_ahead(Panel panel, int64_t k0, int64_t k1, int64_t distance) {
+    constexpr int64_t kLine = kPanel * sizeof(float);
+    const char* data = reinterpret_cast<const char*>(panel.data);
+    return {data + k0 / Panel::kStep * kLine + distance, (k1 - k0) / Panel::kStep * kLine};
+}
+
+// A single tile runs over the weights once and fetches a little ahead of itself. Several tiles use a block in turn,
+// and meanwhile fetch the following block between them: so computing and reading memory overlap.
+constexpr int64_t kNearBytes = 1024;
+
 // Rows [row0, row1) of one panel's columns, over [k0, k1). A narrow panel that several tiles will use is expanded
 // once; the numbers are the same either way.
 template <class Panel>
 void multiply_block(const Product& p, Panel panel, int64_t row0, int64_t row1, int64_t k0, int64_t k1, float* c,
                     int64_t ldc) {
     const float* x = p.x + row0 * p.k;
-    if (Panel::kStep == 1 || row1 - row0 <= kMaxRows) {
-        multiply_rows(row1 - row0, x, p.k, panel, k0, k1, c, ldc);
+    const bool one_tile = row1 - row0 <= kMaxRows;
+    const Ahead ahead = one_tile ? memory_ahead(panel, k0, k1, kNearBytes) : memory_ahead(panel, k1, 2 * k1 - k0, 0);
+    if (Panel::kStep == 1 || one_tile) {
+        multiply_rows(row1 - row0, x, p.k, panel, k0, k1, c, ldc, ahead);
         return;
     }
     static thread_local Scratch scratch;
     float* wide = scratch.reserve((k1 - k0 + 3) * kPanel);
     expand_block(panel, k0, k1, wide);
-    multiply_rows(row1 - row0, x + k0, p.k, FloatPanel{wide, nullptr}, 0, k1 - k0, c, ldc);
+    multiply_rows(row1 - row0, x + k0, p.k, FloatPanel{wide, nullptr}, 0, k1 - k0, c, ldc, ahead);
 }
 
 void start_with_bias(const Product& p, int64_t row0, int64_t row1, int64_t column, int64_t columns) {
@@ -169,6 +187,15 @@ void run(const Product& p, int threads) {
 }  // namespace segue
 
 using namespace segue;
+
+// Zeroes memory that weights will be packed into, on huge pages where the system has them: a tenth faster to stream.
+SEGUE_API void segue_clear(char* memory, int64_t bytes) {
+#if defined(__linux__)
+    const uintptr_t page = 4096, first = (uintptr_t(memory) + page - 1) / page * page;
+    if (bytes > 2 * int64_t(page)) madvise(reinterpret_cast<void*>(first), bytes - page, MADV_HUGEPAGE);
+#endif
+    std::fill_n(memory, bytes, char(0));
+}
 
 SEGUE_API int32_t segue_panel_width() { return kPanel; }
 SEGUE_API int32_t segue_group_size() { return kGroup; }

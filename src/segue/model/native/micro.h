@@ -56,13 +56,27 @@ struct CodePanel {
     }
 };
 
+// Keeps a value in its register; compilers otherwise load a panel's vector again for every row.
+inline void pin(Vec& v) {
+#if defined(__x86_64__)
+    asm("" : "+x"(v));
+#elif defined(__aarch64__)
+    asm("" : "+w"(v));
+#else
+    (void)v;
+#endif
+}
+
 template <int kRows, class Panel>
 inline void multiply_step(Vec (&acc)[kRows][kVectors], const float* x, int64_t ldx,
                           const typename Panel::Raw (&raw)[kVectors], int i,
                           const typename Panel::Scale (&scale)[kVectors]) {
     Vec w[kVectors];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) w[v] = Panel::expand(raw[v], i, scale[v]);
+    for (int v = 0; v < kVectors; ++v) {
+        w[v] = Panel::expand(raw[v], i, scale[v]);
+        if (kRows > 1) pin(w[v]);
+    }
 #pragma GCC unroll 12
     for (int m = 0; m < kRows; ++m) {
         const Vec a = splat(x[m * ldx]);
@@ -71,10 +85,17 @@ inline void multiply_step(Vec (&acc)[kRows][kVectors], const float* x, int64_t l
     }
 }
 
-// c[m][:] += sum over k in [k0, k1) of x[m][k] * panel[k][:]; k0 is a multiple of the panel's step.
+// Memory to fetch while multiplying, spread evenly over the work; it may lie past the end of an allocation.
+struct Ahead {
+    const char* at = nullptr;
+    int64_t bytes = 0;
+};
+
+// c[m][:] += sum over k in [k0, k1) of x[m][k] * panel[k][:]; k0 is a multiple of the panel's step. `stride` is how far
+// `next` moves for each of them.
 template <int kRows, class Panel>
 __attribute__((noinline)) void multiply_tile(const float* x, int64_t ldx, Panel panel, int64_t k0, int64_t k1,
-                                             float* c, int64_t ldc) {
+                                             float* c, int64_t ldc, const char* next, int64_t stride) {
     Vec acc[kRows][kVectors];
 #pragma GCC unroll 12
     for (int m = 0; m < kRows; ++m)
@@ -87,7 +108,8 @@ __attribute__((noinline)) void multiply_tile(const float* x, int64_t ldx, Panel 
         for (int v = 0; v < kVectors; ++v) scale[v] = panel.scale(k, v);
         int64_t end = k1;
         if (kStep == 4 && (k / kGroup + 1) * kGroup < k1) end = (k / kGroup + 1) * kGroup;
-        for (; k + kStep <= end; k += kStep) {
+        for (; k + kStep <= end; k += kStep, next += stride) {
+            __builtin_prefetch(next);
             typename Panel::Raw raw[kVectors];
             for (int v = 0; v < kVectors; ++v) raw[v] = panel.raw(k / kStep, v);
 #pragma GCC unroll 4
@@ -107,7 +129,7 @@ __attribute__((noinline)) void multiply_tile(const float* x, int64_t ldx, Panel 
 }
 
 template <class Panel>
-using TileFn = void (*)(const float*, int64_t, Panel, int64_t, int64_t, float*, int64_t);
+using TileFn = void (*)(const float*, int64_t, Panel, int64_t, int64_t, float*, int64_t, const char*, int64_t);
 
 template <class Panel, class Heights>
 struct TileTable;
@@ -120,12 +142,15 @@ struct TileTable<Panel, std::integer_sequence<int, kRows...>> {
 // Any number of rows, in tiles of nearly equal height.
 template <class Panel>
 inline void multiply_rows(int64_t rows, const float* x, int64_t ldx, Panel panel, int64_t k0, int64_t k1, float* c,
-                          int64_t ldc) {
+                          int64_t ldc, Ahead ahead = {}) {
     typedef TileTable<Panel, std::make_integer_sequence<int, kMaxRows>> Tiles;
     const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+    const int64_t steps = (k1 - k0 + Panel::kStep - 1) / Panel::kStep;
+    const int64_t stride = (ahead.bytes + tiles * steps - 1) / (tiles * steps);
     for (int64_t t = 0, row = 0; t < tiles; ++t) {
         const int height = int((rows - row + tiles - t - 1) / (tiles - t));
-        Tiles::at[height - 1](x + row * ldx, ldx, panel, k0, k1, c + row * ldc, ldc);
+        Tiles::at[height - 1](x + row * ldx, ldx, panel, k0, k1, c + row * ldc, ldc, ahead.at, stride);
+        ahead.at += steps * stride;
         row += height;
     }
 }

@@ -1,0 +1,108 @@
+import asyncio
+
+import pytest
+from tests.fakes import FakeExecutor, expected
+
+from segue.base.config import EngineConfig
+from segue.base.errors import EngineClosed, InvalidRequest, StepFailed
+from segue.base.types import SamplingParams
+from segue.engine import AsyncEngine, EngineCore
+
+
+def make() -> AsyncEngine:
+    return AsyncEngine(EngineCore(FakeExecutor(64, 4), EngineConfig(64, 4, 64, 8, max_model_len=200)))
+
+
+def greedy(max_tokens=8, **more):
+    return SamplingParams(max_tokens=max_tokens, temperature=0, **more)
+
+
+async def collect(engine, prompt, params, **options):
+    return [token async for delta in engine.generate(prompt, params, **options) for token in delta.token_ids]
+
+
+def test_many_streams_at_once():
+    async def main():
+        engine = make()
+        prompts = [[i, i + 1, i + 2] for i in range(30)]
+        answers = await asyncio.gather(*(collect(engine, p, greedy(5 + p[0] % 7)) for p in prompts))
+        await engine.close()
+        return [(p, a) for p, a in zip(prompts, answers, strict=True)]
+
+    for prompt, answer in asyncio.run(main()):
+        assert answer == expected(prompt, 5 + prompt[0] % 7)
+
+
+def test_leaving_a_stream_frees_its_request():
+    async def main():
+        engine = make()
+        stream = engine.generate([1, 2, 3], greedy(150))
+        await anext(stream)
+        await stream.aclose()
+        usage = await engine.call(lambda core: (core.has_work, core.kv.usage))
+        task = asyncio.create_task(collect(engine, [4, 5], greedy(150)))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0.05)
+        after = await engine.call(lambda core: (core.has_work, core.kv.usage))
+        await engine.close()
+        return usage, after
+
+    assert asyncio.run(main()) == ((False, 0.0), (False, 0.0))
+
+
+def test_n_answers_come_in_one_stream():
+    async def main():
+        engine = make()
+        reasons = [d.index async for d in engine.generate([1, 2], SamplingParams(n=3, max_tokens=4)) if d.finish_reason]
+        await engine.close()
+        return sorted(reasons)
+
+    assert asyncio.run(main()) == [0, 1, 2]
+
+
+def test_refusals_and_failures_reach_their_caller_only():
+    async def main():
+        engine = make()
+        with pytest.raises(InvalidRequest, match="prompt"):
+            await collect(engine, [], greedy())
+        await engine.call(lambda core: setattr(core._executor, "fail_next", RuntimeError("boom")))
+        with pytest.raises(StepFailed, match="boom"):
+            await collect(engine, [1, 2], greedy())
+        answer = await collect(engine, [1, 2], greedy(3))
+        await engine.close()
+        return answer
+
+    assert asyncio.run(main()) == expected([1, 2], 3)
+
+
+def test_closing_ends_every_stream():
+    async def main():
+        engine = make()
+        task = asyncio.create_task(collect(engine, [1], SamplingParams(max_tokens=None, temperature=0)))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineClosed):
+            await collect(engine, [1], greedy())
+        return await asyncio.gather(task, return_exceptions=True)
+
+    (outcome,) = asyncio.run(main())
+    assert isinstance(outcome, (EngineClosed, list))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_broken_engine_tells_every_stream():
+    async def main():
+        engine = make()
+
+        def explode(core):
+            core._scheduler.apply = None
+
+        await engine.call(explode)
+        with pytest.raises(EngineClosed, match="stopped"):
+            await collect(engine, [1, 2], greedy())
+        with pytest.raises(EngineClosed):
+            await collect(engine, [1, 2], greedy())
+
+    asyncio.run(main())
