@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -14,6 +15,7 @@ from segue.base.types import SamplingParams
 from segue.engine.core import EngineCore, Prompt
 from segue.engine.outputs import Delta
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 _Inbox = asyncio.Queue[Delta | SegueError]
 
@@ -31,7 +33,7 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._inboxes: dict[str, tuple[asyncio.AbstractEventLoop, _Inbox]] = {}
         self._stopping = self._ended = False
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="segue-engine", daemon=True)
         self._thread.start()
 
@@ -81,9 +83,9 @@ class AsyncEngine:
                 self._drain()
                 if self._engine.has_work:
                     self._deliver(self._engine.step())
-        except BaseException as error:
+        except Exception as error:
             self._failure = error
-            raise
+            _log.exception("the engine stopped")
         finally:
             self._shut_down()
 

@@ -91,7 +91,6 @@ def test_closing_ends_every_stream():
     assert isinstance(outcome, (EngineClosed, list))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_broken_engine_tells_every_stream():
     async def main():
         engine = make()
