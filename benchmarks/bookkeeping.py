@@ -113,7 +113,9 @@ def main() -> None:
     theirs: dict[str, float] = {}
     if arguments.vllm_python:
         script = Path(__file__).with_name("peer_vllm_bookkeeping.py")
-        output = subprocess.run([arguments.vllm_python, script], check=True, capture_output=True, text=True).stdout
+        output = subprocess.run(
+            [arguments.vllm_python, "-P", script], check=True, capture_output=True, text=True
+        ).stdout
         theirs = json.loads(output.strip().splitlines()[-1])
     rows = [(name, mine[name]) for name in OPERATIONS]
     rows.append(("sum", sum(mine.values())))

@@ -93,10 +93,10 @@ class EngineCore:
     def encode(self, prompt: Prompt) -> array[int]:
         """Token ids of a prompt given as text; ids pass through, checked."""
         if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest("prompt", "this engine has no tokenizer: pass token ids")
             if not prompt:
                 raise InvalidRequest("prompt", "is empty")
+            if self.tokenizer is None:
+                raise InvalidRequest("prompt", "this engine has no tokenizer: pass token ids")
             return array("i", self.tokenizer.encode(prompt))
         try:
             return array("i", prompt)

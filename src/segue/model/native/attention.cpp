@@ -107,13 +107,13 @@ inline void transpose8(const T* const* rows, int64_t offset, float* out, int64_t
     Vec8 r[8], s[8];
     for (int i = 0; i < 8; ++i) r[i] = load8(rows[i] + offset);
     for (int i = 0; i < 8; i += 2) {
-        s[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-        s[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+        s[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        s[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
     }
     for (int i = 0; i < 8; i += 4)
         for (int j = 0; j < 2; ++j) {
-            r[i + j] = __builtin_shufflevector(s[i + j], s[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-            r[i + j + 2] = __builtin_shufflevector(s[i + j], s[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+            r[i + 2 * j] = __builtin_shufflevector(s[i + j], s[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            r[i + 2 * j + 1] = __builtin_shufflevector(s[i + j], s[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
         }
     for (int j = 0; j < 4; ++j) {
         store(out + j * stride, __builtin_shufflevector(r[j], r[j + 4], 0, 1, 2, 3, 8, 9, 10, 11));
@@ -121,32 +121,48 @@ inline void transpose8(const T* const* rows, int64_t offset, float* out, int64_t
     }
 }
 
-// Where each key of a tile lies in the cache; keys outside `seen` read as zeros and are never looked at.
+// Where each key of a tile, and its value, lie in the caches; those outside `seen` read as zeros.
 template <class T>
-void locate(const Call& c, const Unit& u, const T* cache, int64_t first, Range seen, const T** rows) {
-    static const T zeros[kMaxDim] = {};
-    const int32_t* table = c.tables + u.sequence * c.table_stride;
-    std::fill_n(rows, kTile, zeros);
-    for (int64_t key = seen.begin; key < seen.end;) {
-        const int64_t block = key / c.block_size, end = std::min(seen.end, (block + 1) * c.block_size);
-        const T* base = cache + (table[block] * c.kv_heads + u.kv_head) * c.block_size * c.dim;
-        for (; key < end; ++key) rows[key - first] = base + (key - block * c.block_size) * c.dim;
+struct Located {
+    const T *keys[kTile], *values[kTile];
+
+    Located(const Call& c, const Unit& u, int64_t first, Range seen) {
+        static const T zeros[kMaxDim] = {};
+        std::fill_n(keys, kTile, zeros);
+        std::fill_n(values, kTile, zeros);
+        const int32_t* table = c.tables + u.sequence * c.table_stride;
+        for (int64_t key = seen.begin; key < seen.end;) {
+            const int64_t block = key / c.block_size, end = std::min(seen.end, (block + 1) * c.block_size);
+            const int64_t in_block = key - block * c.block_size;
+            int64_t at = ((table[block] * c.kv_heads + u.kv_head) * c.block_size + in_block) * c.dim;
+            for (; key < end; ++key, at += c.dim) {
+                keys[key - first] = static_cast<const T*>(c.k_cache) + at;
+                values[key - first] = static_cast<const T*>(c.v_cache) + at;
+            }
+        }
     }
-}
+};
 
 // The tile's keys as panels [key / kPanel][dim][kPanel] and its values as panels [dim / kPanel][key][kPanel], in fp32.
+// Blocks lie anywhere, so the processor cannot guess what comes next: values are fetched while keys are transposed,
+// and the next tile's keys while values are copied.
 template <class T>
-void load_tile(const Call& c, const Unit& u, int64_t first, Range seen, const Buffers& b) {
-    const T* rows[kTile];
-    const int64_t used = (seen.end - first + 7) / 8 * 8;
-    locate(c, u, static_cast<const T*>(c.k_cache), first, seen, rows);
-    for (int64_t t = 0; t < used; t += 8)
+void load_tile(const Call& c, const Unit& u, int64_t first, Range seen, Range seen_next, const Buffers& b) {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    const Located<T> here(c, u, first, seen), next(c, u, first + kTile, seen_next);
+    for (int64_t t = 0; t < seen.end - first; t += 8)
+        for (int64_t d = 0; d < c.dim; d += 8) {
+            if (d % kLine == 0)
+                for (int i = 0; i < 8; ++i) __builtin_prefetch(here.values[t + i] + d);
+            transpose8(here.keys + t, d, b.keys + (t / kPanel * c.dim + d) * kPanel + t % kPanel, kPanel);
+        }
+    for (int64_t t = 0; t < seen.end - first; ++t) {
+        for (int64_t d = 0; d < c.dim; d += kLine) __builtin_prefetch(next.keys[t] + d);
+        float* out = b.values + t * kPanel;
         for (int64_t d = 0; d < c.dim; d += 8)
-            transpose8(rows + t, d, b.keys + (t / kPanel * c.dim + d) * kPanel + t % kPanel, kPanel);
-    locate(c, u, static_cast<const T*>(c.v_cache), first, seen, rows);
-    for (int64_t t = 0; t < seen.end - first; ++t)
-        for (int64_t d = 0; d < c.padded_dim(); d += 8)
-            store(b.values + (d / kPanel * kTile + t) * kPanel + d % kPanel, d < c.dim ? load8(rows[t] + d) : Vec8{});
+            store(out + d / kPanel * kTile * kPanel + d % kPanel, load8(here.values[t] + d));
+        for (int64_t d = c.dim; d < c.padded_dim(); d += 8) store(out + d / kPanel * kTile * kPanel + d % kPanel, Vec8{});
+    }
 }
 
 void score_rows(const Call& c, const Buffers& b, Range rows, int64_t used) {
@@ -190,13 +206,12 @@ void add_values(const Call& c, const Buffers& b, Range rows, Range seen) {
 }
 
 // One tile of keys for every token that sees any of it. Tokens that see all of it go through the product together.
-void visit_tile(const Call& c, const Unit& u, int64_t first, const Buffers& b) {
+void visit_tile(const Call& c, const Unit& u, int64_t first, Range seen, Range seen_next, const Buffers& b) {
     const Range tile{first, first + kTile};
-    const Range seen = u.keys(c) & tile;
     if (c.half_cache)
-        load_tile<uint16_t>(c, u, first, seen, b);
+        load_tile<uint16_t>(c, u, first, seen, seen_next, b);
     else
-        load_tile<float>(c, u, first, seen, b);
+        load_tile<float>(c, u, first, seen, seen_next, b);
     const int64_t group = c.group();
     // Tokens see later keys as they go: those that see part of the tile are consecutive.
     Range tokens{0, u.tokens};
@@ -221,7 +236,10 @@ void visit_tile(const Call& c, const Unit& u, int64_t first, const Buffers& b) {
 void visit_partition(const Call& c, const Unit& u, int64_t partition, const Buffers& b) {
     b.state.reset(u.tokens * c.group(), c);
     const Range keys = u.keys(c) & partition_keys(partition);
-    for (int64_t first = keys.begin / kTile * kTile; first < keys.end; first += kTile) visit_tile(c, u, first, b);
+    for (int64_t first = keys.begin / kTile * kTile; first < keys.end; first += kTile) {
+        const Range tile{first, first + kTile}, next{first + kTile, first + 2 * kTile};
+        visit_tile(c, u, first, keys & tile, keys & next, b);
+    }
 }
 
 __attribute__((noinline)) void merge_row(State into, State from, int64_t row, int64_t padded) {
