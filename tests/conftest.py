@@ -1,4 +1,5 @@
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("default", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("soak", settings.get_profile("default"), max_examples=5000)
 settings.load_profile("default")

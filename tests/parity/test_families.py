@@ -4,7 +4,6 @@ from array import array
 
 import pytest
 import torch
-from tests.parity.conftest import FAMILIES, family
 
 from segue import Engine, SamplingParams
 from segue.engine import Row, StepPlan
@@ -14,6 +13,7 @@ from segue.model.loading import LoadedModel
 from segue.model.tiny import random_weights, save_hf_folder
 from segue.model.tokenizer import ByteTokenizer
 from segue.model.weights import Weights, fingerprint
+from tests.parity.conftest import FAMILIES, family
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
 

@@ -147,4 +147,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManagerMachine = ManagerMachine.TestCase
-TestManagerMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestManagerMachine.settings = settings(stateful_step_count=40)

@@ -7,7 +7,6 @@ the one that an engine with endless memory gives, and in the end usage is 0.0.
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.fakes import FakeExecutor, expected
 
 from segue.base.clock import VirtualClock
 from segue.base.config import EngineConfig
@@ -15,6 +14,7 @@ from segue.base.errors import RequestTooLong
 from segue.base.types import FinishReason, SamplingParams
 from segue.engine import EngineCore
 from segue.engine.sequence import sample_seed
+from tests.fakes import FakeExecutor, expected
 
 PROMPTS = st.lists(st.sampled_from([1, 1, 1, 2, 3]), min_size=1, max_size=30)
 
@@ -110,8 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
                 if sequence.lease:
                     assert sequence.lease.num_computed <= len(prompt) + params.max_tokens - 1
                     self.leases.append(sequence.lease)
-                if not self.engine.is_active(delta.request_id):
-                    self.asked.pop(delta.request_id)
+        self.asked = {request_id: ask for request_id, ask in self.asked.items() if self.engine.is_active(request_id)}
 
     @invariant()
     def promises_hold(self):
@@ -135,4 +134,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=30)
+TestEngineMachine.settings = settings(stateful_step_count=30)

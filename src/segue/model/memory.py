@@ -15,6 +15,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _HOST_SHARE = 0.25  # of available memory: others live here too
 _DEVICE_SHARE = 0.90  # of what the weights left free
 _WORTHWHILE_SEQUENCES = 64  # full-length sequences beyond which more KV memory on a host is not taken unasked
+_MOST_BLOCKS = 2**20  # a very small model on a very large device: bookkeeping would outweigh the KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +80,4 @@ def kv_budget(
         reason = f"automatic, at most {_HOST_SHARE:.0%} of the available memory"
     if size < 2 * each:
         raise RequestTooLong("kv_memory", f"{size} bytes are free, the least KV memory is {2 * each}")
-    return KVBudget(size // each, block_size, each, reason)
+    return KVBudget(min(size // each, _MOST_BLOCKS), block_size, each, reason)

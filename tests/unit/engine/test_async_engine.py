@@ -1,12 +1,12 @@
 import asyncio
 
 import pytest
-from tests.fakes import FakeExecutor, expected
 
 from segue.base.config import EngineConfig
 from segue.base.errors import EngineClosed, InvalidRequest, StepFailed
 from segue.base.types import SamplingParams
 from segue.engine import AsyncEngine, EngineCore
+from tests.fakes import FakeExecutor, expected
 
 
 def make() -> AsyncEngine:

@@ -1,13 +1,13 @@
 """What a caller of the engine can rely on, with a model that takes no time."""
 
 import pytest
-from tests.fakes import FakeExecutor, expected
 
 from segue.base.config import EngineConfig
 from segue.base.errors import EngineClosed, InvalidRequest, RequestTooLong, StepFailed
 from segue.base.types import FinishReason, SamplingParams
 from segue.engine import EngineCore
 from segue.engine.sequence import sample_seed
+from tests.fakes import FakeExecutor, expected
 
 
 class Letters:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.model.conftest import SMALL
 
 from segue.base.errors import ModelError, UnknownModel
 from segue.model import catalog
@@ -20,6 +19,7 @@ from segue.model.catalog import BuiltIn, PackagedFile, list_models, resolve
 from segue.model.loading import LoadedModel, open_model
 from segue.model.tiny import random_weights, save_hf_folder
 from segue.model.tokenizer import TextTokenizer
+from tests.unit.model.conftest import SMALL
 
 CONTENT = b"weights " * 400_000
 FILE = PackagedFile(

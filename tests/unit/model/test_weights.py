@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.unit.model.conftest import SMALL, add_byte_vocabulary, write_gguf
 
 from segue.base.errors import ModelError, UnsupportedModel, WeightsError
 from segue.model.gguf_file import GGUFFile, GGUFTensor
@@ -22,6 +21,7 @@ from segue.model.loading import LoadedModel, open_model
 from segue.model.spec import Llama3Scaling, ModelSpec, tensor_shapes
 from segue.model.tiny import random_weights, save_hf_folder, tiny_spec
 from segue.model.weights import fingerprint, hf_names, load_weights
+from tests.unit.model.conftest import SMALL, add_byte_vocabulary, write_gguf
 
 
 def assert_equal(left: Any, right: Any) -> None:

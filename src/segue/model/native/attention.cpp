@@ -11,6 +11,7 @@
 // not even with weight zero, so an infinity or NaN there cannot reach it.
 #include <algorithm>
 #include <limits>
+#include <tuple>
 #include <vector>
 
 #include "micro.h"
@@ -144,32 +145,38 @@ struct Located {
 };
 
 // The tile's keys as panels [key / kPanel][dim][kPanel] and its values as panels [dim / kPanel][key][kPanel], in fp32.
-// Blocks lie anywhere, so the processor cannot guess what comes next: values are fetched while keys are transposed,
-// and the next tile's keys while values are copied.
 template <class T>
-void load_tile(const Call& c, const Unit& u, int64_t first, Range seen, Range seen_next, const Buffers& b) {
+void load_tile(const Call& c, const Located<T>& from, int64_t count, const Buffers& b) {
     constexpr int64_t kLine = 64 / sizeof(T);
-    const Located<T> here(c, u, first, seen), next(c, u, first + kTile, seen_next);
-    for (int64_t t = 0; t < seen.end - first; t += 8)
+    for (int64_t t = 0; t < count; t += 8)
         for (int64_t d = 0; d < c.dim; d += 8) {
             if (d % kLine == 0)
-                for (int i = 0; i < 8; ++i) __builtin_prefetch(here.values[t + i] + d);
-            transpose8(here.keys + t, d, b.keys + (t / kPanel * c.dim + d) * kPanel + t % kPanel, kPanel);
+                for (int i = 0; i < 8; ++i) __builtin_prefetch(from.values[t + i] + d);
+            transpose8(from.keys + t, d, b.keys + (t / kPanel * c.dim + d) * kPanel + t % kPanel, kPanel);
         }
-    for (int64_t t = 0; t < seen.end - first; ++t) {
-        for (int64_t d = 0; d < c.dim; d += kLine) __builtin_prefetch(next.keys[t] + d);
+    for (int64_t t = 0; t < count; ++t) {
         float* out = b.values + t * kPanel;
         for (int64_t d = 0; d < c.dim; d += 8)
-            store(out + d / kPanel * kTile * kPanel + d % kPanel, load8(here.values[t] + d));
-        for (int64_t d = c.dim; d < c.padded_dim(); d += 8) store(out + d / kPanel * kTile * kPanel + d % kPanel, Vec8{});
+            store(out + d / kPanel * kTile * kPanel + d % kPanel, load8(from.values[t] + d));
+        for (int64_t d = c.dim; d < c.padded_dim(); d += 8)
+            store(out + d / kPanel * kTile * kPanel + d % kPanel, Vec8{});
     }
 }
 
-void score_rows(const Call& c, const Buffers& b, Range rows, int64_t used) {
+// Blocks lie anywhere, so the processor cannot guess which rows the next tile needs; they are fetched during this
+// one's products. Right when rows [first, first + count) are in one block, a few useless fetches when not.
+template <class T>
+Ahead rows_ahead(const Call& c, const T* const* rows, int64_t first, int64_t count) {
+    return {reinterpret_cast<const char*>(rows[first]), count * c.dim * int64_t(sizeof(T))};
+}
+
+template <class T>
+void score_rows(const Call& c, const Buffers& b, Range rows, int64_t used, const Located<T>& next) {
     std::fill(b.scores + rows.begin * kTile, b.scores + rows.end * kTile, 0.0f);
     for (int64_t t = 0; t < used; t += kPanel)
         multiply_rows(rows.end - rows.begin, b.queries + rows.begin * c.dim, c.dim,
-                      FloatPanel{b.keys + t * c.dim, nullptr}, 0, c.dim, b.scores + rows.begin * kTile + t, kTile);
+                      FloatPanel{b.keys + t * c.dim, nullptr}, 0, c.dim, b.scores + rows.begin * kTile + t, kTile,
+                      rows_ahead(c, next.keys, t, kPanel));
 }
 
 // Turns a row's scores into weights relative to its new peak, and rescales what it has summed so far.
@@ -196,29 +203,30 @@ __attribute__((noinline)) void soften(float* scores, Range seen, State s, int64_
     for (int64_t d = 0; d < padded; d += kWidth) store(sums + d, load<Vec>(sums + d) * keep);
 }
 
-void add_values(const Call& c, const Buffers& b, Range rows, Range seen) {
+template <class T>
+void add_values(const Call& c, const Buffers& b, Range rows, Range seen, const Located<T>& next) {
     if (rows.empty()) return;
-    const int64_t padded = c.padded_dim();
+    const int64_t padded = c.padded_dim(), share = kTile * kPanel / padded;
     for (int64_t d = 0; d < padded; d += kPanel)
         multiply_rows(rows.end - rows.begin, b.scores + rows.begin * kTile, kTile,
                       FloatPanel{b.values + d * kTile, nullptr}, seen.begin, seen.end,
-                      b.state.sums + rows.begin * padded + d, padded);
+                      b.state.sums + rows.begin * padded + d, padded,
+                      rows_ahead(c, next.values, d / kPanel * share, share));
 }
 
 // One tile of keys for every token that sees any of it. Tokens that see all of it go through the product together.
+template <class T>
 void visit_tile(const Call& c, const Unit& u, int64_t first, Range seen, Range seen_next, const Buffers& b) {
     const Range tile{first, first + kTile};
-    if (c.half_cache)
-        load_tile<uint16_t>(c, u, first, seen, seen_next, b);
-    else
-        load_tile<float>(c, u, first, seen, seen_next, b);
+    const Located<T> here(c, u, first, seen), next(c, u, first + kTile, seen_next);
+    load_tile(c, here, seen.end - first, b);
     const int64_t group = c.group();
     // Tokens see later keys as they go: those that see part of the tile are consecutive.
     Range tokens{0, u.tokens};
     while (!tokens.empty() && (u.keys(c, tokens.begin) & tile).empty()) ++tokens.begin;
     while (!tokens.empty() && (u.keys(c, tokens.end - 1) & tile).empty()) --tokens.end;
     if (tokens.empty()) return;
-    score_rows(c, b, {tokens.begin * group, tokens.end * group}, seen.end - first);
+    score_rows(c, b, {tokens.begin * group, tokens.end * group}, seen.end - first, next);
     Range whole{0, 0};
     for (int64_t j = tokens.begin; j < tokens.end; ++j) {
         const Range keys = u.keys(c, j) & tile, local{keys.begin - first, keys.end - first};
@@ -226,11 +234,11 @@ void visit_tile(const Call& c, const Unit& u, int64_t first, Range seen, Range s
         for (int64_t row = rows.begin; row < rows.end; ++row)
             soften(b.scores + row * kTile, local, b.state, row, c.padded_dim());
         if (local.begin > 0 || local.end < kTile)
-            add_values(c, b, rows, local);
+            add_values(c, b, rows, local, next);
         else
             whole = whole.empty() ? rows : Range{whole.begin, rows.end};
     }
-    add_values(c, b, whole, {0, kTile});
+    add_values(c, b, whole, {0, kTile}, next);
 }
 
 void visit_partition(const Call& c, const Unit& u, int64_t partition, const Buffers& b) {
@@ -238,7 +246,10 @@ void visit_partition(const Call& c, const Unit& u, int64_t partition, const Buff
     const Range keys = u.keys(c) & partition_keys(partition);
     for (int64_t first = keys.begin / kTile * kTile; first < keys.end; first += kTile) {
         const Range tile{first, first + kTile}, next{first + kTile, first + 2 * kTile};
-        visit_tile(c, u, first, keys & tile, keys & next, b);
+        if (c.half_cache)
+            visit_tile<uint16_t>(c, u, first, keys & tile, keys & next, b);
+        else
+            visit_tile<float>(c, u, first, keys & tile, keys & next, b);
     }
 }
 
@@ -332,7 +343,8 @@ struct Task {
     int64_t unit, partition, cost;
 };
 
-// Units with few rows, or all of them when there are too few to go round, are cut at partitions. Big tasks first.
+// Units with few rows, or all of them when there are too few to go round, are cut at partitions. Big tasks first;
+// KV heads of the same blocks next to each other, because they are neighbours in memory.
 std::vector<Task> tasks_of(const Call& c, std::vector<Unit>& units, int threads, int64_t& partial_floats) {
     std::vector<Task> tasks;
     partial_floats = 0;
@@ -352,7 +364,10 @@ std::vector<Task> tasks_of(const Call& c, std::vector<Unit>& units, int threads,
             tasks.push_back({int64_t(i), p, rows * (keys.end - keys.begin)});
         }
     }
-    std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) { return a.cost > b.cost; });
+    std::stable_sort(tasks.begin(), tasks.end(), [&](const Task& a, const Task& b) {
+        const auto key = [&](const Task& t) { return std::tuple(-t.cost, units[t.unit].sequence, t.partition); };
+        return key(a) < key(b);
+    });
     return tasks;
 }
 

@@ -66,7 +66,9 @@ struct Product {
     int64_t m, k, n;
 };
 
-// Blocks of k small enough that a panel's block, as fp32, and the rows that meet it stay in a first-level cache.
+// How a product is cut. A panel's k_block (fp32) stays near the first-level cache while row_block rows pass over it,
+// and those rows' x, row_block * k_block, stays in the second while panels_at_once panels pass over it. With few rows,
+// blocks are shorter and panels come one by one: what counts is to read the weights in order.
 struct Blocking {
     int64_t k_block, row_block, panels_at_once;
 };
@@ -105,15 +107,15 @@ Ahead memory_ahead(Panel panel, int64_t k0, int64_t k1, int64_t distance) {
 // and meanwhile fetch the following block between them: so computing and reading memory overlap.
 constexpr int64_t kNearBytes = 1024;
 
-// Rows [row0, row1) of one panel's columns, over [k0, k1). A narrow panel that several tiles will use is expanded
-// once; the numbers are the same either way.
+// Rows [row0, row1) of one panel's columns, over [k0, k1). Whether a narrow panel is expanded
+// in place or beforehand, the numbers are the same.
 template <class Panel>
 void multiply_block(const Product& p, Panel panel, int64_t row0, int64_t row1, int64_t k0, int64_t k1, float* c,
                     int64_t ldc) {
     const float* x = p.x + row0 * p.k;
     const bool one_tile = row1 - row0 <= kMaxRows;
     const Ahead ahead = one_tile ? memory_ahead(panel, k0, k1, kNearBytes) : memory_ahead(panel, k1, 2 * k1 - k0, 0);
-    if (Panel::kStep == 1 || one_tile) {
+    if (row1 - row0 <= Panel::kInPlace * kMaxRows) {
         multiply_rows(row1 - row0, x, p.k, panel, k0, k1, c, ldc, ahead);
         return;
     }
@@ -202,7 +204,7 @@ SEGUE_API int32_t segue_group_size() { return kGroup; }
 
 // Rows [first, first + count) of W; `lanes` must be zero where they go. `first` is a multiple of the panel width.
 SEGUE_API void segue_pack(const float* rows, int64_t count, int64_t k, int64_t first, int32_t storage, uint32_t* lanes,
-                float* scales, int32_t threads) {
+                          float* scales, int32_t threads) {
     parallel_for(ceil_div(count, kPanel), threads, [&](int64_t i) {
         const int64_t panel = first / kPanel + i;
         for (int64_t row = i * kPanel; row < std::min(count, (i + 1) * kPanel); ++row)
@@ -212,7 +214,7 @@ SEGUE_API void segue_pack(const float* rows, int64_t count, int64_t k, int64_t f
 }
 
 SEGUE_API void segue_unpack(const uint32_t* lanes, const float* scales, int32_t storage, int64_t k, const int64_t* ids,
-                  int64_t count, float* out, int32_t threads) {
+                            int64_t count, float* out, int32_t threads) {
     parallel_for(count, count < 8 ? 1 : threads, [&](int64_t i) {
         const int64_t panel = ids[i] / kPanel, column = ids[i] % kPanel;
         const uint32_t* from = lanes + panel * lanes_per_panel(k, storage) + column;
@@ -221,8 +223,8 @@ SEGUE_API void segue_unpack(const uint32_t* lanes, const float* scales, int32_t 
     });
 }
 
-SEGUE_API void segue_linear(const float* x, const uint32_t* lanes, const float* scales, int32_t storage, const float* bias,
-                  float* out, int64_t m, int64_t k, int64_t n, int32_t threads) {
+SEGUE_API void segue_linear(const float* x, const uint32_t* lanes, const float* scales, int32_t storage,
+                            const float* bias, float* out, int64_t m, int64_t k, int64_t n, int32_t threads) {
     const Product p{x, lanes, scales, bias, out, m, k, n};
     if (storage == kFloat) run<FloatPanel>(p, threads);
     if (storage == kHalf) run<HalfPanel>(p, threads);

@@ -59,35 +59,6 @@ void write_kv(const float* from, uint16_t* to, int64_t size) {
     for (int64_t i = 0; i < size; ++i) to[i] = to_bf16(from[i]);
 }
 
-}  // namespace
-}  // namespace segue
-
-using namespace segue;
-
-SEGUE_API void segue_rms_norm(const float* x, const float* weight, float eps, float* out, int64_t rows, int64_t size,
-                    int32_t threads) {
-    for_rows(rows, size, threads, [&](int64_t i) { norm_row(x + i * size, weight, eps, out + i * size, size); });
-}
-
-SEGUE_API void segue_add_rms_norm(float* residual, const float* x, const float* weight, float eps, float* out, int64_t rows,
-                        int64_t size, int32_t threads) {
-    for_rows(rows, size, threads, [&](int64_t i) {
-        float* sum = residual + i * size;
-        for (int64_t j = 0; j < size; ++j) sum[j] += x[i * size + j];
-        norm_row(sum, weight, eps, out + i * size, size);
-    });
-}
-
-SEGUE_API void segue_silu_mul(const float* gate_up, float* out, int64_t rows, int64_t size, int32_t threads) {
-    for_rows(rows, 4 * size, threads, [&](int64_t i) {
-        const float* gate = gate_up + i * 2 * size;
-        silu_mul_row(gate, gate + size, out + i * size, size);
-    });
-}
-
-namespace segue {
-namespace {
-
 struct Rope {
     float* qkv;
     const float *cos, *sin;
@@ -118,10 +89,33 @@ struct Rope {
 }  // namespace
 }  // namespace segue
 
+using namespace segue;
+
+SEGUE_API void segue_rms_norm(const float* x, const float* weight, float eps, float* out, int64_t rows, int64_t size,
+                              int32_t threads) {
+    for_rows(rows, size, threads, [&](int64_t i) { norm_row(x + i * size, weight, eps, out + i * size, size); });
+}
+
+SEGUE_API void segue_add_rms_norm(float* residual, const float* x, const float* weight, float eps, float* out,
+                                  int64_t rows, int64_t size, int32_t threads) {
+    for_rows(rows, size, threads, [&](int64_t i) {
+        float* sum = residual + i * size;
+        for (int64_t j = 0; j < size; ++j) sum[j] += x[i * size + j];
+        norm_row(sum, weight, eps, out + i * size, size);
+    });
+}
+
+SEGUE_API void segue_silu_mul(const float* gate_up, float* out, int64_t rows, int64_t size, int32_t threads) {
+    for_rows(rows, 4 * size, threads, [&](int64_t i) {
+        const float* gate = gate_up + i * 2 * size;
+        silu_mul_row(gate, gate + size, out + i * size, size);
+    });
+}
+
 SEGUE_API void segue_rope_store(float* qkv, const float* cos, const float* sin, const int32_t* positions,
-                                 const int64_t* slots, void* k_cache, void* v_cache, int32_t half_cache,
-                                 const float* q_norm, const float* k_norm, float eps, int64_t rows, int64_t heads,
-                                 int64_t kv_heads, int64_t dim, int64_t block_size, int32_t threads) {
+                                const int64_t* slots, void* k_cache, void* v_cache, int32_t half_cache,
+                                const float* q_norm, const float* k_norm, float eps, int64_t rows, int64_t heads,
+                                int64_t kv_heads, int64_t dim, int64_t block_size, int32_t threads) {
     const Rope rope{qkv, cos, sin, positions, slots, q_norm, k_norm, eps, heads, kv_heads, dim, block_size};
     for_rows(rows, (heads + 2 * kv_heads) * dim, threads, [&](int64_t i) {
         if (half_cache)
