@@ -136,6 +136,31 @@ def main() -> None:
         found["llama.cpp Q4_1"] = [peer(arguments.llama_cpp_python, "peer_llama_cpp.py", path)]
         found["segue int8"].append(quantized.measure())
     show({name: combine(rounds) for name, rounds in found.items()})
+    cold_cost_of_caching(mine)
+    start_up()
+
+
+def cold_cost_of_caching(mine: Ours) -> None:
+    """A cold request of 700 tokens and 16 decode steps, with the prefix cache on and off, in alternation."""
+    without = Ours(prefix_caching=False)
+    params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(8):
+        ids = prompt()
+        times[True].append(milliseconds(lambda: mine.engine.generate(ids, params)))
+        times[False].append(milliseconds(lambda: without.engine.generate(ids, params)))
+    on, off = statistics.median(times[True]), statistics.median(times[False])
+    print(f"cold request, prefix cache on / off: {on:.1f} / {off:.1f} ms ({on / off - 1:+.1%})")
+
+
+def start_up() -> None:
+    """From the shell to the first token of `tiny`, and what importing torch takes of that."""
+    command = [sys.executable, "-m", "segue", "generate", "--model", "tiny", "hello", "--max-tokens", "1"]
+    whole, bare = [], []
+    for _ in range(5):
+        whole.append(milliseconds(lambda: subprocess.run(command, check=True, capture_output=True)))
+        bare.append(milliseconds(lambda: subprocess.run([sys.executable, "-c", "import torch"], check=True)))
+    print(f"start-up to the first token, tiny: {min(whole) / 1e3:.2f} s, of which import torch {min(bare) / 1e3:.2f} s")
 
 
 def show(results: dict[str, dict[str, float]]) -> None:

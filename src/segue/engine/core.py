@@ -60,26 +60,34 @@ class EngineCore:
         self._clock = clock or SystemClock()
         self._scheduler = Scheduler(config, self.kv, policy or FirstComeFirstServed(), self._clock)
         self._active: dict[str, _Active] = {}
-        self._results: dict[str, Result] = {}  # of requests that generate() and stream() wait for
-        self._awaited: set[str] = set()
+        self._arrived: list[Delta] = []  # for the caller of step()
+        self._mail: dict[str, list[Delta]] = {}  # for those that generate() and stream() follow themselves
         self._num_submitted = self._num_steps = self._prompt_tokens = self._reused_tokens = self._generated = 0
         self._closed = False
 
     # The loop
 
     def step(self) -> list[Delta]:
-        """Run one step; what it added to each answer. Does nothing when there is no work."""
+        """Run one step if there is work; what came for requests made with `submit` since the last call."""
+        self._advance()
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def _advance(self) -> None:
         plan = self._scheduler.plan()
         if not plan.rows:
             if self._scheduler.num_waiting:
                 raise IntegrityError("requests wait, nothing runs, and none can be admitted")
-            return []
+            return
         self._num_steps += 1
         try:
             result = self._executor.execute(plan)
         except Exception as error:
-            return self._fail(plan, error)
-        return self._publish(self._scheduler.apply(plan, result))
+            deltas = self._fail(plan, error)
+        else:
+            deltas = self._publish(self._scheduler.apply(plan, result))
+        for delta in deltas:
+            self._mail.get(delta.request_id, self._arrived).append(delta)
 
     @property
     def has_work(self) -> bool:
@@ -169,37 +177,47 @@ class EngineCore:
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else params
         if len(each) != len(many):
             raise InvalidRequest("params", f"{len(each)} for {len(many)} prompts")
-        ids: list[str] = []
+        results: list[Result] = []
         try:
             for prompt, own in zip(many, each, strict=True):
-                ids.append(self._await(self.submit(prompt, own, hold=hold)))
-            while not all(request_id in self._results for request_id in ids):
-                for delta in self.step():
-                    if delta.error is not None and delta.request_id in ids:
-                        raise delta.error
-            return [self._results[request_id] for request_id in ids]
+                results.append(self._follow(self.submit(prompt, own, hold=hold)))
+            for result in results:
+                while result.finished_at is None:
+                    self._advance()
+                if result.error is not None:
+                    raise result.error
+            return results
         finally:
-            for request_id in ids:
-                self.abort(request_id)
-                self._unawait(request_id)
+            for result in results:
+                self._unfollow(result.request_id)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> Generator[Delta, None, None]:
         """Answer one prompt as tokens come; see `submit` for the options. Closing the iterator frees the request."""
-        return self._follow(self.submit(prompt, params, **options))
+        return self._deltas(self._follow(self.submit(prompt, params, **options)))
 
-    def _follow(self, request_id: str) -> Generator[Delta, None, None]:
+    def _deltas(self, result: Result) -> Generator[Delta, None, None]:
+        mail = self._mail[result.request_id]
         try:
-            while request_id in self._active:
-                for delta in self.step():
-                    if delta.request_id != request_id:
-                        continue
-                    if delta.error is not None:
-                        raise delta.error
-                    yield delta
+            while mail or result.finished_at is None:
+                if not mail:
+                    self._advance()
+                    continue
+                delta = mail.pop(0)
+                if delta.error is not None:
+                    raise delta.error
+                yield delta
         finally:
-            self.abort(request_id)
+            self._unfollow(result.request_id)
+
+    def _follow(self, request_id: str) -> Result:
+        self._mail[request_id] = []
+        return self._active[request_id].result
+
+    def _unfollow(self, request_id: str) -> None:
+        self.abort(request_id)
+        self._mail.pop(request_id, None)
 
     # Operation
 
@@ -284,30 +302,21 @@ class EngineCore:
                 self._retire(active)
 
     def _retire(self, active: _Active) -> None:
-        request_id = active.request.id
         active.result.finished_at = self._clock.now()
         self._reused_tokens += active.request.sequences[0].num_reused or 0
-        del self._active[request_id]
-        if request_id in self._awaited:
-            self._results[request_id] = active.result
+        del self._active[active.request.id]
 
     def _fail(self, plan: StepPlan, cause: Exception) -> list[Delta]:
         error = StepFailed(f"the step failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         deltas = []
         for request in self._scheduler.fail(plan, error):
-            self._retire(self._active[request.id])
+            active = self._active[request.id]
+            active.result.error = error
+            self._retire(active)
             for sequence in request.sequences:
                 deltas.append(Delta(request.id, sequence.index, (), "", (), FinishReason.ERROR, error))
         return deltas
-
-    def _await(self, request_id: str) -> str:
-        self._awaited.add(request_id)
-        return request_id
-
-    def _unawait(self, request_id: str) -> None:
-        self._awaited.discard(request_id)
-        self._results.pop(request_id, None)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -46,6 +46,7 @@ class Result:
     arrived_at: float
     first_token_at: float | None = None
     finished_at: float | None = None
+    error: SegueError | None = None
 
     @property
     def text(self) -> str:

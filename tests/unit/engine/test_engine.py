@@ -149,6 +149,22 @@ def test_closing_a_stream_early_frees_the_request():
     assert not engine.has_work and engine.stats().kv_usage == 0.0
 
 
+def test_streams_and_requests_side_by_side_lose_nothing():
+    engine = make()
+    submitted = engine.submit([9, 9], greedy(12))
+    left, right = engine.stream([1, 2], greedy(9)), engine.stream([3, 4], greedy(5))
+    got = {"left": [next(left).token_ids[0]], "right": [delta.token_ids[0] for delta in right]}
+    assert engine.generate([5, 6], greedy(3))[0].token_ids == expected([5, 6], 3)
+    got["left"] += [delta.token_ids[0] for delta in left]
+    assert got == {"left": expected([1, 2], 9), "right": expected([3, 4], 5)}
+    arrived = []
+    while engine.has_work:
+        arrived += engine.step()
+    assert [(delta.request_id, delta.token_ids[0]) for delta in arrived] == [
+        (submitted, token) for token in expected([9, 9], 12)
+    ]
+
+
 def test_a_failed_step_fails_its_requests_and_no_others():
     engine = make(running=2)
     lost = [engine.submit([1, 2, 3], greedy(20)), engine.submit([4, 5, 6], SamplingParams(n=3, max_tokens=9))]
