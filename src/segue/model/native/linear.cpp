@@ -113,9 +113,9 @@ template <class Panel>
 void multiply_block(const Product& p, Panel panel, int64_t row0, int64_t row1, int64_t k0, int64_t k1, float* c,
                     int64_t ldc) {
     const float* x = p.x + row0 * p.k;
-    const bool one_tile = row1 - row0 <= kMaxRows;
+    const bool one_tile = row1 - row0 <= std::min<int64_t>(kMaxRows, Panel::kInPlaceRows);
     const Ahead ahead = one_tile ? memory_ahead(panel, k0, k1, kNearBytes) : memory_ahead(panel, k1, 2 * k1 - k0, 0);
-    if (row1 - row0 <= Panel::kInPlace * kMaxRows) {
+    if (row1 - row0 <= Panel::kInPlaceRows) {
         multiply_rows(row1 - row0, x, p.k, panel, k0, k1, c, ldc, ahead);
         return;
     }
@@ -162,8 +162,8 @@ void multiply_panels(const Product& p, int64_t row0, int64_t row1, int64_t panel
     }
 }
 
-Blocking blocking_for(const Product& p) {
-    if (p.m <= kMaxRows) return {p.k, p.m, 1};
+Blocking blocking_for(const Product& p, int64_t in_place_rows) {
+    if (p.m <= std::min<int64_t>(kMaxRows, in_place_rows)) return {p.k, p.m, 1};
     const int64_t k_blocks = ceil_div(p.k, p.m <= 64 ? 320 : 768);
     const int64_t k_block = ceil_div(ceil_div(p.k, k_blocks), kGroup) * kGroup;
     const int64_t row_blocks = ceil_div(p.m, 96);
@@ -173,7 +173,7 @@ Blocking blocking_for(const Product& p) {
 // Work is cut into (rows, run of panels). Few rows: long runs of panels, each read from memory once, in order.
 template <class Panel>
 void run(const Product& p, int threads) {
-    const Blocking b = blocking_for(p);
+    const Blocking b = blocking_for(p, Panel::kInPlaceRows);
     const int64_t panels = ceil_div(p.n, kPanel), row_blocks = ceil_div(p.m, b.row_block);
     const int64_t run = row_blocks > 1 ? b.panels_at_once : std::max<int64_t>(1, ceil_div(panels, threads * 4));
     const int64_t runs = ceil_div(panels, run);

@@ -15,12 +15,12 @@ constexpr int kMaxRows = kWidth == 16 ? 12 : 6;    // rows of a tile; fills the 
 constexpr int64_t kGroup = 32;                     // k values that share one int8 scale
 
 // A panel of weights as the loop sees it. `Raw` holds kStep consecutive k for kWidth columns, and `expand` takes one
-// of them out; the two narrow formats interleave k inside 32-bit lanes, so that expanding is a shift or a mask. Up to
-// kInPlace tiles expand the panel for themselves, on execution ports that the multiply-adds leave free; for more it
-// pays to expand once into memory.
+// of them out; the two narrow formats interleave k inside 32-bit lanes, so that expanding is a shift or a mask. Tiles
+// for up to kInPlaceRows rows expand the panel for themselves, on execution ports that the multiply-adds leave free;
+// for more rows it is expanded into memory beforehand.
 struct FloatPanel {
     static constexpr int kStep = 1;
-    static constexpr int64_t kInPlace = INT64_MAX / kMaxRows;
+    static constexpr int64_t kInPlaceRows = INT64_MAX;
     typedef Vec Raw;
     struct Scale {};
     const float* data;
@@ -33,7 +33,7 @@ struct FloatPanel {
 
 struct HalfPanel {
     static constexpr int kStep = 2;
-    static constexpr int64_t kInPlace = 8;
+    static constexpr int64_t kInPlaceRows = 8;
     typedef UVec Raw;
     struct Scale {};
     const uint32_t* data;
@@ -47,7 +47,7 @@ struct HalfPanel {
 // A code is converted while it sits in the top byte of its lane, as code * 2^24; the stored scales carry the 2^-24.
 struct CodePanel {
     static constexpr int kStep = 4;
-    static constexpr int64_t kInPlace = 3;
+    static constexpr int64_t kInPlaceRows = 4;
     typedef UVec Raw;
     typedef Vec Scale;
     const uint32_t* data;
