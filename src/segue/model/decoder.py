@@ -60,8 +60,6 @@ class Decoder:
             x = ops.silu_mul(ops.linear(x, layer.gate_up, None, into="gate_up"), into="gated")
             x = ops.linear(x, layer.down, None, into="hidden")
             x = ops.add_rms_norm(residual, x, self._norm_after(index), eps, into="normed")
-        if not len(batch.sample_rows):
-            return torch.empty(0, self.spec.vocab_size)
         return ops.linear(x[batch.sample_rows], self._head, None, into="logits").float()
 
     def _norm_after(self, index: int) -> Tensor:

@@ -132,6 +132,8 @@ class Kernels:
         _expect("out", out, (m, n))
         if bias is not None:
             _expect("bias", bias, (n,))
+        if not m:
+            return out
         self._linear(
             x.data_ptr(),
             weight._address,
