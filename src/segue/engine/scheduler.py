@@ -10,7 +10,7 @@ from segue.base.types import FinishReason
 from segue.engine.executor import Row, StepPlan, StepResult, TokenLogprobs
 from segue.engine.sequence import Request, Sequence, Status
 from segue.engine.waiting import WaitingQueue
-from segue.kv import BlockTable, Copy, KVManager
+from segue.kv import BlockTable, Copy, KVManager, Reservation
 from segue.policies import Policy
 
 
@@ -37,6 +37,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: dict[int, Sequence] = {}  # in order of admission
         self._next_id = 0
+        self._now = clock.now()  # one time for all of a plan's decisions
 
     @property
     def num_waiting(self) -> int:
@@ -60,49 +61,43 @@ class Scheduler:
     # Before a step
 
     def plan(self) -> StepPlan:
-        """Decide the next step. Its effects are reservations, which `fail` undoes, and preemptions."""
+        """Decide the next step. It reserves, which `fail` undoes; it may preempt and take back leases, which stays."""
+        self._now = self._clock.now()
         rows: dict[int, Row] = {}
         copies: dict[int, Copy] = {}
         preempted_before = self.num_preemptions
         budget = self._plan_running(rows, copies)
-        if self.num_preemptions == preempted_before:
+        if self.num_preemptions == preempted_before or not rows:
             self._plan_waiting(rows, copies, budget)
         return StepPlan(list(rows.values()), list(copies.values()))
 
     def _plan_running(self, rows: dict[int, Row], copies: dict[int, Copy]) -> int:
         """Every running sequence gets at least one token, so a long prompt never stalls the others. Returns what is
         left of the budget."""
-        running = self._running
+        running, extend, now = self._running, self.kv.extend, self._now
         budget = self.config.max_step_tokens
         behind = len(running)
-        extend = self.kv.extend
         for sequence in list(running.values()):
             behind -= 1
             table = sequence.table
-            if sequence.id not in running or table is None:
+            if table is None or sequence.id not in running:
                 continue  # preempted a moment ago, by one in front
             start = sequence.num_computed
-            known = len(sequence.tokens)
-            stop = min(known, start + budget - behind)
-            reservation = extend(table, start, stop)
-            while reservation is None and self._make_room(sequence, rows, copies):
-                reservation = extend(table, start, stop)
+            stop = min(len(sequence.tokens), start + budget - behind)
+            reservation = extend(table, start, stop, now)
+            while reservation is None and self._preempt_for(sequence, rows, copies):
+                reservation = extend(table, start, stop, now)
             if reservation is None:
                 continue
-            rows[sequence.id] = Row(
-                sequence.id, sequence.tokens, start, stop, table.blocks, sequence.sampling if stop == known else None
-            )
+            rows[sequence.id] = _row(sequence, table, stop)
             if reservation.copy:
                 copies[sequence.id] = reservation.copy
             budget -= stop - start
         return budget
 
-    def _make_room(self, sequence: Sequence, rows: dict[int, Row], copies: dict[int, Copy]) -> bool:
-        """Take memory back from a lease, or else preempt. False when the victim was `sequence` itself."""
-        now = self._clock.now()
-        if self.kv.reclaim(self.kv.num_free + 1, now):
-            return True
-        victim = max(self._running.values(), key=lambda running: self._policy.victim(running.view(), now))
+    def _preempt_for(self, sequence: Sequence, rows: dict[int, Row], copies: dict[int, Copy]) -> bool:
+        """Preempt the policy's victim. False when that was `sequence` itself."""
+        victim = max(self._running.values(), key=lambda running: self._policy.victim(running.view(), self._now))
         rows.pop(victim.id, None)
         if copy := copies.pop(victim.id, None):
             self.kv.settle(copy)
@@ -125,39 +120,31 @@ class Scheduler:
             sequence = self._waiting.peek()
             if sequence is None:
                 return
-            copy = self._seat(sequence)
-            table = sequence.table
-            if table is None or not table.blocks:
+            if sequence.table is None:
+                sequence.table = self.kv.open(sequence.tokens, sequence.request.scope)
+            reservation = self._seat(sequence, sequence.table)
+            if reservation is None:
                 return
-            self._waiting.remove(sequence)
-            self._running[sequence.id] = sequence
-            sequence.status = Status.RUNNING
-            start = sequence.num_computed
-            known = len(sequence.tokens)
-            stop = min(known, start + budget)
-            rows[sequence.id] = Row(
-                sequence.id, sequence.tokens, start, stop, table.blocks, sequence.sampling if stop == known else None
-            )
-            if copy:
-                copies[sequence.id] = copy
-            budget -= stop - start
+            stop = min(len(sequence.tokens), sequence.num_computed + budget)
+            rows[sequence.id] = _row(sequence, sequence.table, stop)
+            if reservation.copy:
+                copies[sequence.id] = reservation.copy
+            budget -= stop - sequence.num_computed
 
-    def _seat(self, sequence: Sequence) -> Copy | None:
-        """Give a waiting sequence blocks for all its tokens, reusing what is there. Afterwards its table has blocks,
-        or it did not fit and nothing changed."""
-        tokens = sequence.tokens
-        if sequence.table is None:
-            sequence.table = self.kv.open(tokens, sequence.request.scope)
-        table = sequence.table
-        match = self.kv.match(table, tokens)
-        headroom = len(self._running)  # each running sequence may need a block before long
-        while (reservation := self.kv.admit(table, match, len(tokens), headroom)) is None:
-            if not self.kv.reclaim(self.kv.num_free + 1, self._clock.now()):
-                return None
+    def _seat(self, sequence: Sequence, table: BlockTable) -> Reservation | None:
+        """Give a waiting sequence blocks for all its tokens, reusing what is there, and let it run. None, and no
+        change, if there is no room for it beside the running ones, each of which may need a block before long."""
+        match = self.kv.match(table, sequence.tokens)
+        reservation = self.kv.admit(table, match, len(sequence.tokens), headroom=len(self._running), now=self._now)
+        if reservation is None:
+            return None
+        self._waiting.remove(sequence)
+        self._running[sequence.id] = sequence
+        sequence.status = Status.RUNNING
         sequence.num_computed = reservation.num_reused
         if sequence.num_reused is None:
             sequence.num_reused = reservation.num_reused
-        return reservation.copy
+        return reservation
 
     # After a step
 
@@ -167,7 +154,7 @@ class Scheduler:
             self.kv.settle(copy)
         produced: list[Produced] = []
         running, commit, size = self._running, self.kv.commit, self.kv.block_size
-        sampled = 0
+        logprobs, sampled = result.logprobs, 0
         for sequence_id, tokens, _, stop, _, sampling in plan.rows:
             sequence = running[sequence_id]
             sequence.num_computed = stop
@@ -178,12 +165,12 @@ class Scheduler:
                 continue
             token = result.tokens[sampled]
             tokens.append(token)
-            produced.append(Produced(sequence, token, result.logprobs.get(sampled)))
+            produced.append(Produced(sequence, token, logprobs.get(sampled) if logprobs else None))
             sampled += 1
-            if len(tokens) == sequence.num_prompt + 1 and sequence.index == 0:
+            length = len(tokens)
+            if length == sequence.num_prompt + 1 and sequence.index == 0:
                 self._wake_siblings(sequence)
-            reason = sequence.stop_reason(token)
-            if reason is not None:
+            if (length >= sequence.limit or token in sampling.stop_ids) and (reason := sequence.stop_reason(token)):
                 self.finish(sequence, reason)
         return produced
 
@@ -228,15 +215,22 @@ class Scheduler:
         if sequence.table is None:
             return
         if error is None:
-            self._keep(sequence, sequence.table)
+            self.kv.commit_tail(sequence.table, sequence.tokens, sequence.num_computed)
+        if sequence.request.hold and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._hold(sequence, sequence.table)
         self.kv.close(sequence.table)
 
-    def _keep(self, sequence: Sequence, table: BlockTable) -> None:
+    def _hold(self, sequence: Sequence, table: BlockTable) -> None:
         """n tokens, KV for the `num_computed` of them that were fed: the last sampled one never was."""
-        self.kv.commit_tail(table, sequence.tokens, sequence.num_computed)
-        if sequence.request.hold and sequence.num_computed:
-            sequence.lease = self.kv.hold(table, sequence.tokens, sequence.num_computed, job=sequence.request.job_id)
+        job = sequence.request.job_id
+        sequence.lease = self.kv.hold(table, sequence.tokens, sequence.num_computed, job=job)
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
         self._waiting.push(sequence, self._policy.order(sequence.view(), self._clock.now()))
+
+
+def _row(sequence: Sequence, table: BlockTable, stop: int) -> Row:
+    """Compute up to `stop`; sample if that is the last token there is."""
+    sampling = sequence.sampling if stop == len(sequence.tokens) else None
+    return Row(sequence.id, sequence.tokens, sequence.num_computed, stop, table.blocks, sampling)

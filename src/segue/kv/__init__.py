@@ -6,7 +6,19 @@
 from segue.kv.events import KVEvent, Leased, Removed, Revoked, Stored
 from segue.kv.index import Match
 from segue.kv.leases import Lease
-from segue.kv.manager import Copy, KVManager
+from segue.kv.manager import Copy, KVManager, Reservation
 from segue.kv.tables import BlockTable
 
-__all__ = ["BlockTable", "Copy", "KVEvent", "KVManager", "Lease", "Leased", "Match", "Removed", "Revoked", "Stored"]
+__all__ = [
+    "BlockTable",
+    "Copy",
+    "KVEvent",
+    "KVManager",
+    "Lease",
+    "Leased",
+    "Match",
+    "Removed",
+    "Reservation",
+    "Revoked",
+    "Stored",
+]

@@ -16,7 +16,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Cached content was given up because its block is reused."""
+    """Cached content can no longer be found: its block is reused, or the index was emptied."""
 
     block: int
     key: int | None

@@ -7,12 +7,11 @@ search: the index compares tokens on every hit, so a collision is a miss.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from segue.base.types import Scope
 
-TOKEN_BYTES = 4
-Tokens = array  # array('i'): 4 bytes a token, cheap to append to, slice and hand to numpy
+TOKEN_BYTES = 4  # tokens are array('i'): cheap to append to, slice, hash and hand to numpy
 ChainHash = Callable[[int, bytes], int]
 
 
@@ -23,10 +22,6 @@ def chain_hash(parent_key: int, tokens: bytes) -> int:
 def root_key(scope: Scope) -> int:
     """What a scope's first block chains from."""
     return hash(scope)
-
-
-def as_tokens(ids: Iterable[int]) -> array[int]:
-    return ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
 
 
 def extend_keys(keys: list[int], scope: Scope, tokens: array[int], block_size: int, hash_block: ChainHash) -> None:

@@ -44,8 +44,6 @@ def _check_table(table: BlockTable, index: PrefixIndex) -> None:
         return
     for at in range(table.num_committed):
         block = table.blocks[at]
-        if index.key[block] is None:
-            continue  # caching is off, or the index was emptied
         _require(index.key[block] == table.keys[at], f"block {block} is not indexed under its table's key")
         before = table.blocks[at - 1] if at else table.scope
         _require(index.parent[block] == before, f"block {block} has another parent in the index than in its table")

@@ -59,6 +59,7 @@ class KVManager:
         self._hash_block = hash_block
         self._pool = BlockPool(num_blocks)
         self._index = PrefixIndex(num_blocks, block_size)
+        self._refs, self._parents = self._pool.ref_count, self._index.parent
         self._leases = LeaseLedger()
         self._tables: set[BlockTable] = set()
         self._copy_sources: Counter[int] = Counter()
@@ -88,7 +89,7 @@ class KVManager:
 
     def open(self, tokens: array[int], scope: Scope) -> BlockTable:
         """An empty table for these tokens, their full blocks hashed."""
-        table = BlockTable(scope)
+        table = BlockTable(scope, self.prefix_caching)
         if self.prefix_caching:
             extend_keys(table.keys, scope, tokens, self.block_size, self._hash_block)
         self._tables.add(table)
@@ -101,48 +102,56 @@ class KVManager:
         extend_keys(table.keys, table.scope, tokens, self.block_size, self._hash_block)
         return self._index.match(table.keys, tokens, table.scope)
 
-    def admit(self, table: BlockTable, match: Match, num_tokens: int, headroom: int = 0) -> Reservation | None:
-        """Take the match and room for `num_tokens` in all. None, and no change, when the pool cannot give it and
-        keep `headroom` blocks free besides."""
-        refs = self._pool.ref_count
-        missing = self.blocks_for(num_tokens) - len(match.blocks)
-        room = self._pool.num_free - headroom - missing - sum(not refs[block] for block in match.blocks)
-        tail = match.tail_block
-        if tail is not None and room < (not refs[tail]):
-            tail = None  # holding the source of the copy would take the last block: do without
-        if room < 0:
+    def admit(
+        self, table: BlockTable, match: Match, num_tokens: int, *, headroom: int = 0, now: float = 0.0
+    ) -> Reservation | None:
+        """Take the match and room for `num_tokens` in all. None, and no change, when the pool and the leases cannot
+        give it and keep `headroom` blocks free besides."""
+        pool, hit, tail = self._pool, match.blocks, match.tail_block
+        missing = self.blocks_for(num_tokens) - len(hit)
+        if not self._leases and pool.num_free < missing + headroom + sum(not pool.ref_count[block] for block in hit):
             return None
-        self._pool.retain(match.blocks)
+        pool.retain(hit)  # before anything gives way: what is about to be used is not to be reclaimed
+        if not self.reclaim(missing + headroom, now):
+            pool.release(hit)
+            return None
+        if tail is not None and not pool.ref_count[tail] and pool.num_free <= missing + headroom:
+            tail = None  # holding the source of the copy would take the last block: do without
         if tail is not None:
-            self._hold_source(tail)
-        table.blocks.extend(match.blocks)
+            pool.retain((tail,))
+            self._copy_sources[tail] += 1
+        table.blocks.extend(hit)
         table.blocks.extend(self._allocate(missing))
-        table.num_committed = len(match.blocks)
+        table.num_committed = len(hit)
         if tail is None:
-            return Reservation(len(match.blocks) * self.block_size)
-        return Reservation(match.num_tokens, Copy(tail, table.blocks[len(match.blocks)]))
+            return Reservation(len(hit) * self.block_size)
+        return Reservation(match.num_tokens, Copy(tail, table.blocks[len(hit)]))
 
-    def extend(self, table: BlockTable, start: int, stop: int, headroom: int = 0) -> Reservation | None:
+    def extend(self, table: BlockTable, start: int, stop: int, now: float = 0.0) -> Reservation | None:
         """Make positions `start … stop-1` writable: new blocks at the end, and a private copy of the block that
-        holds `start` if others can see it. None, and no change, when the pool cannot give it and keep `headroom`
-        blocks free besides."""
+        holds `start` if others can see it. None, and no change, when the pool and the leases cannot give it."""
         size = self.block_size
         blocks = table.blocks
-        missing = -(-stop // size) - len(blocks)
+        held = len(blocks)
         at = start // size
-        shared = at < len(blocks) and self._visible_to_others(blocks[at])
-        if missing <= 0 and not shared:
-            return _NOTHING_NEEDED
-        if max(missing, 0) + shared + headroom > self._pool.num_free:
+        first = blocks[at] if at < held else None
+        missing = -(-stop // size) - held if stop > held * size else 0
+        if not missing and first is not None and self._refs[first] == 1 and self._parents[first] is None:
+            return _NOTHING_NEEDED  # fifteen of sixteen decode steps
+        shared = first is not None and self._visible_to_others(first)
+        if (missing or shared) and not self.reclaim(missing + shared, now):
             return None
+        if first is not None and not shared and self._index.parent[first] is not None:
+            self._evict(first)  # a tail of ours alone: its longer successor will be indexed when it is full
+        if not (missing or shared):
+            return _NOTHING_NEEDED
         copy = None
         if shared:
             copy = Copy(blocks[at], self._allocate(1)[0])
             self._copy_sources[copy.src] += 1  # the table's own hold on the source becomes the copy's
             blocks[at] = copy.dst
-        if missing > 0:
-            blocks.extend(self._allocate(missing))
-        return Reservation(0, copy) if copy else _NOTHING_NEEDED
+        blocks.extend(self._allocate(missing))
+        return Reservation(0, copy)
 
     def settle(self, copy: Copy) -> None:
         """The step that was to make this copy has ended, well or not: its source may be reused."""
@@ -160,9 +169,7 @@ class KVManager:
         if full <= first:
             return
         table.num_committed = full
-        if first and self._index.key[table.blocks[first - 1]] is None:
-            table.indexed = False  # the index was emptied: nothing can be found below this table's own blocks
-        if not (self.prefix_caching and table.indexed):
+        if not table.indexed:
             return
         if len(table.keys) < full:
             extend_keys(table.keys, table.scope, tokens, size, self._hash_block)
@@ -189,21 +196,19 @@ class KVManager:
         """Let others find the partly filled last block as well. The holder's next write takes it out again."""
         full = num_computed // self.block_size
         data = tokens[full * self.block_size : num_computed].tobytes()
-        if not (data and self.prefix_caching and table.indexed):
+        if not (data and table.indexed):
             return
         block = table.blocks[full]
-        parent: Parent = table.blocks[full - 1] if full else table.scope
-        if self._index.parent[block] is None and (not full or self._index.key[table.blocks[full - 1]] is not None):
-            self._index.add_tail(block, data, parent)
+        if self._index.parent[block] is None:
+            self._index.add_tail(block, data, table.blocks[full - 1] if full else table.scope)
 
     def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
         """A table that shares the blocks of the first `num_tokens` tokens, all of which have KV."""
-        child = BlockTable(table.scope)
+        child = BlockTable(table.scope, table.indexed)
         full = num_tokens // self.block_size
         child.blocks = table.blocks[: self.blocks_for(num_tokens)]
         child.keys = table.keys[:full]
         child.num_committed = min(table.num_committed, full)
-        child.indexed = table.indexed
         self._pool.retain(child.blocks)
         self._tables.add(child)
         return child
@@ -213,7 +218,7 @@ class KVManager:
         self._pool.release(table.blocks)
         table.blocks = array("i")
         table.num_committed = 0
-        table.indexed = True
+        table.indexed = self.prefix_caching
 
     def close(self, table: BlockTable) -> None:
         """The end of a table. Its indexed blocks stay findable until they are reused."""
@@ -249,26 +254,44 @@ class KVManager:
             lease.blocks.clear()
 
     def reclaim(self, num_free: int, now: float) -> bool:
-        """Shrink leases from their tails until `num_free` blocks are free, or nothing is leased. True if any gave way."""
-        gave = False
-        for lease in self._leases.by_worth(now):
-            before = len(lease.blocks)
-            while lease.blocks and self._pool.num_free < num_free:
-                self._pool.release((lease.blocks.pop(),))
-            lost = before - len(lease.blocks)
-            if lost:
-                gave = True
+        """Shrink leases, each from its tail, until `num_free` blocks are free. False, and no change, when all the
+        leases together could not give that much."""
+        if self._pool.num_free >= num_free:
+            return True
+        if not self._leases or self._pool.num_free + self._num_reclaimable() < num_free:
+            return False
+        leases = self._leases.by_worth(now)
+        before = [len(lease.blocks) for lease in leases]
+        for spare_shared in (True, False):  # first what frees memory at once, then what others still hold
+            for lease in leases:
+                self._shrink(lease, num_free, spare_shared)
+        for lease, had in zip(leases, before, strict=True):
+            if lost := had - len(lease.blocks):
                 lease.num_computed = min(lease.num_computed, len(lease.blocks) * self.block_size)
                 self._emit(Revoked(lease.id, lost))
-            if self._pool.num_free >= num_free:
-                break
-        return gave
+                if not lease.blocks:
+                    self._leases.remove(lease.id)
+        return True
+
+    def _num_reclaimable(self) -> int:
+        """Blocks that nobody but leases holds."""
+        held = Counter(block for lease in self._leases for block in lease.blocks)
+        return sum(self._pool.ref_count[block] == count for block, count in held.items())
+
+    def _shrink(self, lease: Lease, num_free: int, spare_shared: bool) -> None:
+        refs = self._pool.ref_count
+        while lease.blocks and self._pool.num_free < num_free:
+            if spare_shared and refs[lease.blocks[-1]] > 1:
+                return
+            self._pool.release((lease.blocks.pop(),))
 
     def forget(self) -> None:
         """Empty the index: nothing computed so far will be found again, except through tables and leases."""
         for block in self._index.indexed_blocks():
             if self._index.parent[block] is not None:
                 self._evict(block)
+        for table in self._tables:
+            table.indexed = table.indexed and not table.num_committed
 
     def check(self) -> None:
         """Raise `IntegrityError` if any promise about memory is broken. Mutates nothing."""
@@ -277,16 +300,7 @@ class KVManager:
     # Inside
 
     def _visible_to_others(self, block: int) -> bool:
-        if self._pool.ref_count[block] > 1:
-            return True
-        if self._index.is_tail(block):
-            self._evict(block)  # ours alone: its longer successor will be indexed when it is full
-            return False
-        return self._index.parent[block] is not None
-
-    def _hold_source(self, block: int) -> None:
-        self._pool.retain((block,))
-        self._copy_sources[block] += 1
+        return self._pool.ref_count[block] > 1 or self._index.key[block] is not None
 
     def _allocate(self, count: int) -> list[int]:
         blocks = self._pool.allocate(count)
@@ -298,11 +312,15 @@ class KVManager:
 
     def _evict(self, block: int) -> None:
         """Descendants go first: a child whose parent's block is rewritten must never be found below the new content."""
-        while children := self._index.children_of(block):
-            self._evict(children[-1][1])
-        if self._observers:
-            self._emit(Removed(block, self._index.key[block]))
-        self._index.remove(block)
+        pending = [block]
+        while pending:
+            if children := self._index.children_of(pending[-1]):
+                pending.append(children[-1][1])
+                continue
+            gone = pending.pop()
+            if self._observers:
+                self._emit(Removed(gone, self._index.key[gone]))
+            self._index.remove(gone)
 
     def _emit(self, event: KVEvent) -> None:
         for observer in self._observers:

@@ -11,15 +11,15 @@ class BlockTable:
     """The blocks of one sequence in logical order, and the chain keys of its full blocks.
 
     Only `KVManager` changes it. `blocks[i]` holds tokens `i*block_size …`; the table may be longer than what is computed
-    (reserved), never shorter. `num_committed` counts the leading full blocks that were offered to the index; `indexed`
-    says whether all of those are in it, which is what lets the next one be found through them.
+    (reserved), never shorter. `num_committed` counts the leading full blocks that were offered to the index; while
+    `indexed`, all of those are in it, which is what lets the next one be found through them.
     """
 
     __slots__ = ("blocks", "indexed", "keys", "num_committed", "scope")
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, indexed: bool) -> None:
         self.scope = scope
         self.blocks: array[int] = array("i")
         self.keys: list[int] = []
         self.num_committed = 0
-        self.indexed = True
+        self.indexed = indexed

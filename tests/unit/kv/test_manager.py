@@ -193,11 +193,47 @@ def test_a_lease_keeps_blocks_and_shrinks_from_its_tail():
     assert kv.reclaim(4, now=0.0)
     assert (len(lease.blocks), lease.num_computed, len(lease.tokens)) == (4, 16, 22)
     assert Revoked(lease.id, 2) in events
-    assert not kv.reclaim(4, now=0.0)
+    assert not kv.reclaim(9, now=0.0) and len(lease.blocks) == 4, "what all leases together cannot give is not begun"
     kv.check()
     kv.drop(lease)
     kv.drop(lease)
     assert kv.usage == 0.0
+
+
+def test_a_lease_is_not_shrunk_where_that_frees_nothing():
+    kv = KVManager(9, 4)
+    ids = tokens(range(20))
+    table, _ = run(kv, ids)
+    early = kv.hold(table, ids, 12)
+    late = kv.hold(table, ids, 20)
+    kv.close(table)
+    assert kv.reclaim(5, now=0.0)
+    assert (len(early.blocks), len(late.blocks)) == (3, 3)
+
+
+def test_admission_takes_from_leases_but_not_what_it_is_about_to_use():
+    kv = KVManager(9, 4)
+    ids = tokens(range(12))
+    table, _ = run(kv, ids)
+    own = kv.hold(table, ids, 12, value=0.0)
+    kv.close(table)
+    other_ids = tokens(range(50, 66))
+    table, _ = run(kv, other_ids)
+    other = kv.hold(table, other_ids, 16, value=9.0)
+    kv.close(table)
+    longer = tokens(range(12), range(80, 92))
+    table, got = run(kv, longer)
+    assert got.num_reused == 12
+    assert (len(own.blocks), len(other.blocks)) == (3, 2)
+
+
+def test_forgetting_a_very_long_chain():
+    kv = KVManager(5000, 1)
+    ids = tokens(range(4000))
+    table, _ = run(kv, ids)
+    kv.close(table)
+    kv.forget()
+    assert not kv._index.indexed_blocks()
 
 
 def test_expired_and_cheap_leases_give_way_first():
