@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from segue.base.clock import VirtualClock
 from segue.base.config import EngineConfig
-from segue.base.errors import InvalidRequest, ModelError, SegueError
+from segue.base.errors import EngineClosed, InvalidRequest, ModelError, SegueError, StepFailed
 from segue.base.types import FinishReason, SamplingParams
-from segue.engine import AsyncEngine, Completion, Delta, EngineCore, Result
+from segue.engine import AsyncEngine, Completion, Delta, EngineCore, Result, Stream
+from segue.kv import Lease
 
 if TYPE_CHECKING:
     from segue.model.engine import Engine
@@ -26,15 +26,18 @@ __all__ = [
     "Completion",
     "Delta",
     "Engine",
+    "EngineClosed",
     "EngineConfig",
     "EngineCore",
     "FinishReason",
     "InvalidRequest",
+    "Lease",
     "ModelError",
     "Result",
     "SamplingParams",
     "SegueError",
-    "VirtualClock",
+    "StepFailed",
+    "Stream",
 ]
 
 

@@ -32,7 +32,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor = FakeExecutor(num_blocks, size)
         self.clock = VirtualClock()
         self.engine = EngineCore(self.executor, self.config, clock=self.clock)
-        self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.asked: dict[str, tuple[list[int], SamplingParams, int]] = {}
         self.answers: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], FinishReason] = {}
         self.sequences = {}
@@ -40,7 +40,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=PROMPTS,
-        max_tokens=st.integers(1, 20),
+        max_tokens=st.none() | st.integers(1, 20),
         n=st.sampled_from([1, 1, 2, 3, 5]),
         temperature=st.sampled_from([0.0, 1.0]),
         hold=st.booleans(),
@@ -48,14 +48,15 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def submit(self, prompt, max_tokens, n, temperature, hold, salt):
         params = SamplingParams(max_tokens=max_tokens, n=n, temperature=temperature, seed=5, ignore_eos=True)
-        needed = len(prompt) + max_tokens - 1
+        needed = len(prompt) + (max_tokens or 1) - 1
         try:
             request_id = self.engine.submit(prompt, params, hold=hold, salt=salt)
         except RequestTooLong:
-            assert needed > self.config.kv_tokens or len(prompt) + max_tokens > 60
+            assert needed > self.config.kv_tokens or len(prompt) + (max_tokens or 1) > 60
             return
         assert needed <= self.config.kv_tokens
-        self.asked[request_id] = (prompt, params)
+        length = self.config.max_sequence_len - len(prompt) if max_tokens is None else max_tokens
+        self.asked[request_id] = (prompt, params, length)
         self.sequences[request_id] = self.engine._active[request_id].request.sequences
 
     @rule()
@@ -103,12 +104,12 @@ class EngineMachine(RuleBasedStateMachine):
             answer.extend(delta.token_ids)
             if delta.finish_reason is not None:
                 assert delta.finish_reason is FinishReason.LENGTH
-                prompt, params = self.asked[delta.request_id]
+                prompt, params, length = self.asked[delta.request_id]
                 seed = sample_seed(5, delta.index)
-                assert answer == expected(prompt, params.max_tokens, seed, params.temperature)
+                assert answer == expected(prompt, length, seed, params.temperature)
                 sequence = self.sequences[delta.request_id][delta.index]
                 if sequence.lease:
-                    assert sequence.lease.num_computed <= len(prompt) + params.max_tokens - 1
+                    assert sequence.lease.num_computed <= len(prompt) + length - 1
                     self.leases.append(sequence.lease)
         self.asked = {request_id: ask for request_id, ask in self.asked.items() if self.engine.is_active(request_id)}
 

@@ -55,8 +55,21 @@ class Environment:
         return cls(cache_dir=Path(home), compiler=os.environ.get("CXX") or None)
 
 
-def available_memory_bytes() -> int:
-    """Memory this process could take without swapping."""
+def available_memory_bytes() -> float:
+    """Memory this process could take without swapping, or without being ended by its container's limit."""
+    return min(_host_memory_bytes(), _container_memory_bytes())
+
+
+def _container_memory_bytes() -> float:
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text()
+        used = Path("/sys/fs/cgroup/memory.current").read_text()
+        return max(int(limit) - int(used), 0)
+    except (OSError, ValueError):  # no such control group, or its limit is the word "max"
+        return float("inf")
+
+
+def _host_memory_bytes() -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
 
 from segue.base.errors import InvalidRequest
 
@@ -59,13 +59,12 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        else:
-            object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if self.logit_bias is None:
-            object.__setattr__(self, "logit_bias", _NO_BIAS)
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _frozen_mapping("logit_bias", self.logit_bias))
+        for name in ("ignore_eos", "include_stop"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(name, f"must be True or False, got {getattr(self, name)!r}")
         self._check_numbers()
         self._check_counts()
         self._check_stops()
@@ -110,11 +109,28 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+def _tuple(name: str, values: object) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if not isinstance(values, Iterable):
+        raise InvalidRequest(name, f"must be a list, got {values!r}")
+    return tuple(values)
+
+
+def _frozen_mapping(name: str, values: object) -> Mapping[int, float]:
+    """A copy, so that what was checked cannot change."""
+    if values is None:
+        return _NO_BIAS
+    if not isinstance(values, Mapping):
+        raise InvalidRequest(name, f"must map token ids to numbers, got {values!r}")
+    return MappingProxyType(dict(values)) if values else _NO_BIAS
+
+
 def _real(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise InvalidRequest(name, f"must be a number, got {value!r}")
     if not low <= value <= high:
-        raise InvalidRequest(name, f"must be between {low:g} and {high:g}, got {value:g}")
+        raise InvalidRequest(name, f"must be between {low:g} and {high:g}, got {value!r:.40}")
 
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from segue.base.errors import InvalidRequest
 from segue.cli.options import add_engine_options, add_sampling_options, open_engine, sampling_params
-from segue.engine import Delta
+from segue.engine import Stream
 
 if TYPE_CHECKING:
     from segue.model.engine import Engine
@@ -48,7 +47,7 @@ def _ask() -> str:
         return ""
 
 
-def _answer(stream: Generator[Delta, None, None], num_prompt: int, engine: Engine) -> str:
+def _answer(stream: Stream, num_prompt: int, engine: Engine) -> str:
     """Print an answer as it comes; Ctrl-C stops it and keeps what there is."""
     reused_before, started = engine.stats().reused_tokens, time.perf_counter()
     first_token: float | None = None

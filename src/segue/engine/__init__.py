@@ -1,7 +1,8 @@
 """Scheduling and the engine loop; runs without torch on anything that is an `Executor`."""
 
+from segue.engine.admission import Prompt
 from segue.engine.async_engine import AsyncEngine
-from segue.engine.core import EngineCore, Prompt
+from segue.engine.core import EngineCore, Stream
 from segue.engine.executor import Executor, Row, StepPlan, StepResult, TokenLogprobs
 from segue.engine.outputs import Completion, Delta, EngineStats, Result
 from segue.engine.scheduler import Produced, Scheduler
@@ -26,6 +27,7 @@ __all__ = [
     "Status",
     "StepPlan",
     "StepResult",
+    "Stream",
     "TextStream",
     "TokenLogprobs",
     "Tokenizer",

@@ -3,10 +3,55 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import Any
 
 from segue.base.config import EngineConfig
 from segue.base.errors import InvalidRequest, RequestTooLong
 from segue.base.types import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+def as_token_ids(ids: Any) -> array[int]:
+    """Whole numbers of any kind that has `__index__`, numpy's too; bytes and truth values are not token ids."""
+    if isinstance(ids, (bytes, bytearray)) or not isinstance(ids, Iterable):
+        raise InvalidRequest("prompt", f"must be text or token ids, not {type(ids).__name__}")
+    try:
+        return array("i", [_token_id(token) for token in ids])
+    except (TypeError, OverflowError) as error:
+        raise InvalidRequest("prompt", f"must be text or token ids ({error})") from error
+
+
+def _token_id(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError("a truth value is not a token id")
+    return index(value)
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or several: a list of numbers is one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
+        raise InvalidRequest("prompts", f"must be text, token ids or a list of them, not {type(prompts).__name__}")
+    items = list(prompts)
+    if not items:
+        raise InvalidRequest("prompts", "is empty")
+    return [items] if hasattr(items[0], "__index__") else items
+
+
+def check_options(params: object, *, request_id: object, salt: object, job_id: object, hold: object) -> None:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest("params", f"must be SamplingParams, not {type(params).__name__}")
+    for name, value in (("request_id", request_id), ("job_id", job_id)):
+        if value is not None and (not isinstance(value, str) or not value):
+            raise InvalidRequest(name, "must be a non-empty string")
+    if not isinstance(salt, str):
+        raise InvalidRequest("salt", f"must be a string, not {type(salt).__name__}")
+    if not isinstance(hold, bool):
+        raise InvalidRequest("hold", f"must be True or False, not {type(hold).__name__}")
 
 
 def check_request(tokens: array[int], params: SamplingParams, config: EngineConfig, vocab_size: int | None) -> None:
@@ -15,6 +60,9 @@ def check_request(tokens: array[int], params: SamplingParams, config: EngineConf
     if vocab_size is not None:
         _check_vocabulary(tokens, params, vocab_size)
     _check_length(len(tokens), params.max_tokens, config.max_model_len)
+    if len(tokens) + params.min_tokens > config.max_sequence_len:
+        room = max(config.max_sequence_len - len(tokens), 0)
+        raise RequestTooLong("min_tokens", f"{params.min_tokens} is over the {room} tokens there is room for")
     _check_memory(len(tokens), params.max_tokens, config)
 
 

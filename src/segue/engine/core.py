@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,16 +13,14 @@ from segue.base.clock import Clock, SystemClock
 from segue.base.config import EngineConfig
 from segue.base.errors import EngineClosed, IntegrityError, InvalidRequest, StepFailed
 from segue.base.types import FinishReason, SamplingParams, Scope
-from segue.engine.admission import check_request
-from segue.engine.executor import Executor, StepPlan
+from segue.engine.admission import Prompt, as_prompts, as_token_ids, check_options, check_request
+from segue.engine.executor import Executor, StepPlan, check_result
 from segue.engine.outputs import Completion, Delta, EngineStats, Result
 from segue.engine.scheduler import Produced, Scheduler
 from segue.engine.sequence import Request
 from segue.engine.text import AnswerText, Tokenizer
 from segue.kv import KVManager, Lease
 from segue.policies import FirstComeFirstServed, Policy
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(slots=True)
@@ -61,8 +60,8 @@ class EngineCore:
         self._scheduler = Scheduler(config, self.kv, policy or FirstComeFirstServed(), self._clock)
         self._active: dict[str, _Active] = {}
         self._arrived: list[Delta] = []  # for the caller of step()
-        self._mail: dict[str, list[Delta]] = {}  # for those that generate() and stream() follow themselves
-        self._num_submitted = self._num_steps = self._prompt_tokens = self._reused_tokens = self._generated = 0
+        self._mail: dict[str, deque[Delta]] = {}  # for those that generate() and stream() follow themselves
+        self._num_steps = self._prompt_tokens = self._reused_tokens = self._generated = 0
         self._closed = False
 
     # The loop
@@ -82,10 +81,15 @@ class EngineCore:
         self._num_steps += 1
         try:
             result = self._executor.execute(plan)
-        except Exception as error:
-            deltas = self._fail(plan, error)
-        else:
-            deltas = self._publish(self._scheduler.apply(plan, result))
+            check_result(plan, result)
+        except BaseException as error:
+            self._deliver(self._fail(plan, error))
+            if not isinstance(error, Exception):
+                raise  # an interrupt: the step is undone, and the caller hears of it
+            return
+        self._deliver(self._publish(self._scheduler.apply(plan, result)))
+
+    def _deliver(self, deltas: list[Delta]) -> None:
         for delta in deltas:
             self._mail.get(delta.request_id, self._arrived).append(delta)
 
@@ -106,10 +110,7 @@ class EngineCore:
             if self.tokenizer is None:
                 raise InvalidRequest("prompt", "this engine has no tokenizer: pass token ids")
             return array("i", self.tokenizer.encode(prompt))
-        try:
-            return array("i", prompt)
-        except (TypeError, OverflowError) as error:
-            raise InvalidRequest("prompt", f"must be text or token ids ({error})") from error
+        return as_token_ids(prompt)
 
     def submit(
         self,
@@ -119,18 +120,18 @@ class EngineCore:
         request_id: str | None = None,
         salt: str = "",
         job_id: str | None = None,
-        priority: int = 0,
         hold: bool = False,
     ) -> str:
         """Queue a request and return its id. A request that could never run is refused here. With `hold`, each
         answer's KV is leased when it ends (`Completion.lease`)."""
         if self._closed:
             raise EngineClosed("the engine is closed")
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        check_options(params, request_id=request_id, salt=salt, job_id=job_id, hold=hold)
         tokens = self.encode(prompt)
         check_request(tokens, params, self.config, self._vocab_size)
-        self._num_submitted += 1
-        request_id = request_id or f"req-{self._num_submitted}"
+        if request_id is None:
+            request_id = new_request_id()
         if request_id in self._active:
             raise InvalidRequest("request_id", f"{request_id!r} is already running")
         request = Request(
@@ -142,7 +143,6 @@ class EngineCore:
             self._clock.now(),
             frozenset(self.tokenizer.eos_ids) if self.tokenizer else frozenset(),
             job_id,
-            priority,
             hold,
         )
         self._scheduler.submit(request)
@@ -173,7 +173,7 @@ class EngineCore:
         hold: bool = False,
     ) -> list[Result]:
         """Answer one prompt or many, batched together; results in the order of the prompts."""
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else params
         if len(each) != len(many):
             raise InvalidRequest("params", f"{len(each)} for {len(many)} prompts")
@@ -187,37 +187,33 @@ class EngineCore:
                 if result.error is not None:
                     raise result.error
             return results
+        except BaseException:
+            for completion in (completion for result in results for completion in result.completions):
+                if completion.lease is not None:
+                    self.release(completion.lease)
+            raise
         finally:
             for result in results:
                 self._unfollow(result.request_id)
 
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
-    ) -> Generator[Delta, None, None]:
-        """Answer one prompt as tokens come; see `submit` for the options. Closing the iterator frees the request."""
-        return self._deltas(self._follow(self.submit(prompt, params, **options)))
-
-    def _deltas(self, result: Result) -> Generator[Delta, None, None]:
-        mail = self._mail[result.request_id]
-        try:
-            while mail or result.finished_at is None:
-                if not mail:
-                    self._advance()
-                    continue
-                delta = mail.pop(0)
-                if delta.error is not None:
-                    raise delta.error
-                yield delta
-        finally:
-            self._unfollow(result.request_id)
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
+        """Answer one prompt as tokens come; see `submit` for the options. Closing the stream frees the request."""
+        return Stream(self, self._follow(self.submit(prompt, params, **options)))
 
     def _follow(self, request_id: str) -> Result:
-        self._mail[request_id] = []
+        self._mail[request_id] = deque()
         return self._active[request_id].result
 
     def _unfollow(self, request_id: str) -> None:
-        self.abort(request_id)
-        self._mail.pop(request_id, None)
+        if self._mail.pop(request_id, None) is not None:
+            self.abort(request_id)
+
+    def _next_delta(self, result: Result) -> Delta | None:
+        """The next one of a request that is followed, running the engine as far as needed; None after the last."""
+        mail = self._mail.get(result.request_id)
+        while mail is not None and not mail and result.finished_at is None:
+            self._advance()
+        return mail.popleft() if mail else None
 
     # Operation
 
@@ -278,8 +274,10 @@ class EngineCore:
             if text is not None and sequence.finish_reason is not None:
                 piece += text.flush()
             chosen = (logprobs,) if logprobs is not None else ()
-            deltas.append(Delta(sequence.request.id, sequence.index, (token,), piece, chosen, sequence.finish_reason))
-            self._record(active, deltas[-1])
+            reason = sequence.finish_reason
+            delta = Delta(sequence.request.id, sequence.index, (token,), piece, chosen, reason, lease=sequence.lease)
+            deltas.append(delta)
+            self._record(active, delta)
         return deltas
 
     def _push(self, text: AnswerText, token: int, reason: FinishReason | None, params: SamplingParams) -> str:
@@ -306,19 +304,46 @@ class EngineCore:
         self._reused_tokens += active.request.sequences[0].num_reused or 0
         del self._active[active.request.id]
 
-    def _fail(self, plan: StepPlan, cause: Exception) -> list[Delta]:
+    def _fail(self, plan: StepPlan, cause: BaseException) -> list[Delta]:
         error = StepFailed(f"the step failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         deltas = []
-        for request in self._scheduler.fail(plan, error):
-            active = self._active[request.id]
-            active.result.error = error
-            self._retire(active)
-            for sequence in request.sequences:
-                deltas.append(Delta(request.id, sequence.index, (), "", (), FinishReason.ERROR, error))
+        for sequence in self._scheduler.fail(plan, error):
+            request_id = sequence.request.id
+            deltas.append(Delta(request_id, sequence.index, (), "", (), FinishReason.ERROR, error))
+            if active := self._active.get(request_id):
+                active.result.error = error
+                self._retire(active)
         return deltas
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if one else prompts  # type: ignore[list-item, return-value]
+class Stream:
+    """One request's deltas as they come. Ends by itself, or by `close()`, which frees the request."""
+
+    def __init__(self, engine: EngineCore, result: Result) -> None:
+        self._engine = engine
+        self.result = result
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Delta:
+        delta = self._engine._next_delta(self.result)
+        if delta is None:
+            self.close()
+            raise StopIteration
+        if delta.error is not None:
+            self.close()
+            raise delta.error
+        return delta
+
+    def close(self) -> None:
+        self._engine._unfollow(self.result.request_id)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def new_request_id() -> str:
+    """An id that no other request has."""
+    return f"req-{secrets.token_hex(8)}"

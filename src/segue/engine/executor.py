@@ -53,6 +53,13 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
 
 
+def check_result(plan: StepPlan, result: StepResult) -> None:
+    """Refuse an answer that does not fit its plan, before any of it is taken over."""
+    wanted = sum(row.sampling is not None for row in plan.rows)
+    if len(result.tokens) != wanted:
+        raise ValueError(f"{wanted} rows sample, and the executor gave {len(result.tokens)} tokens")
+
+
 class Executor(Protocol):
     """All that an engine may ask of hardware. It knows nothing of jobs, leases or policies."""
 

@@ -21,6 +21,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     error: SegueError | None = None
+    lease: Lease | None = None  # with the last one, if the request asked for a hold
 
 
 @dataclass(slots=True)

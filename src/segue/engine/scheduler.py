@@ -188,16 +188,16 @@ class Scheduler:
             sequence.status = Status.RUNNING
             self._running[sequence.id] = sequence
 
-    def fail(self, plan: StepPlan, error: Exception) -> list[Request]:
-        """A step raised: undo its reservations and end its requests, and no others. What earlier steps computed
-        stays in the index."""
+    def fail(self, plan: StepPlan, error: Exception) -> list[Sequence]:
+        """A step raised: undo its reservations and end its requests, and no others; the sequences this ended. What
+        earlier steps computed stays in the index."""
         for copy in plan.copies:
             self.kv.settle(copy)
-        failed = {id(request): request for row in plan.rows if (request := self._running[row.sequence_id].request)}
-        for request in failed.values():
-            for sequence in request.sequences:
-                self.finish(sequence, FinishReason.ERROR, error)
-        return list(failed.values())
+        requests = dict.fromkeys(self._running[row.sequence_id].request for row in plan.rows)
+        ended = [seq for request in requests for seq in request.sequences if seq.status is not Status.FINISHED]
+        for sequence in ended:
+            self.finish(sequence, FinishReason.ERROR, error)
+        return ended
 
     def abort(self, request: Request) -> None:
         for sequence in request.sequences:

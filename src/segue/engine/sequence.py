@@ -42,7 +42,6 @@ class Request:
     arrived_at: float
     eos_ids: frozenset[int] = frozenset()
     job_id: str | None = None
-    priority: int = 0
     hold: bool = False
     sequences: list[Sequence] = field(default_factory=list)
 
@@ -109,7 +108,6 @@ class Sequence:
         return TurnView(
             self.id,
             request.job_id,
-            request.priority,
             request.arrived_at,
             self.num_prompt,
             len(self.tokens),

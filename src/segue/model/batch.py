@@ -51,8 +51,11 @@ class BatchBuilder:
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device_buffer = torch.zeros_like(self._host, device=device) if device.type == "cuda" else self._host
         self._array: IntArray = self._host.numpy()
+        self._copied: torch.cuda.Event | None = None  # the last copy out of the host buffer has been made
 
     def build(self, rows: Sequence[Row]) -> Batch:
+        if self._copied is not None:
+            self._copied.synchronize()  # a step that samples nothing gives no other reason to have waited
         counts = np.array([row.stop - row.start for row in rows], dtype=np.int32)
         contexts = np.array([row.stop for row in rows], dtype=np.int32)
         num_tokens, num_rows = int(counts.sum()), len(rows)
@@ -90,6 +93,8 @@ class BatchBuilder:
         if buffer is not self._host:
             used = cut[-1].stop
             buffer[:used].copy_(self._host[:used], non_blocking=True)
+            self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
         tokens, positions, slots, starts_, context, samples, tables = (buffer[part] for part in cut)
         spans = [Span(a, b, c) for a, b, c in zip(starts, starts[1:], contexts, strict=False)]
         return Batch(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from segue.base.clock import Clock
 from segue.base.config import EngineConfig, Environment
-from segue.base.errors import InvalidRequest, UnsupportedModel
+from segue.base.errors import InvalidRequest, RequestTooLong, UnsupportedModel
 from segue.engine import EngineCore
 from segue.model.backend import Backend
 from segue.model.catalog import Progress
@@ -21,6 +22,7 @@ from segue.model.runner import ModelRunner
 from segue.policies import Policy
 
 DType = Literal["auto", "fp32", "bf16", "fp16"]
+_COUNTS = ("num_blocks", "block_size", "max_model_len", "max_step_tokens", "max_running", "threads")
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,9 +38,9 @@ class ModelOptions:
     block_size: int = 16
     max_model_len: int | None = None
     max_step_tokens: int = 2048
-    max_running: int = 256
+    max_running: int | None = None
     prefix_caching: bool = True
-    threads: int | None = None
+    threads: int | None = None  # of the whole process: torch has one pool
     native: bool = True  # False: plain torch even where our CPU kernels would run
 
     def __post_init__(self) -> None:
@@ -46,8 +48,12 @@ class ModelOptions:
             raise InvalidRequest("dtype", f"{self.dtype!r} is not one of auto, {', '.join(_TORCH_DTYPES)}")
         if self.quantize not in (None, "int8"):
             raise InvalidRequest("quantize", f"{self.quantize!r} is not known: int8 is")
-        if self.threads is not None and self.threads < 1:
-            raise InvalidRequest("threads", f"must be at least 1, got {self.threads}")
+        if self.quantize and self.dtype not in ("auto", "fp32"):
+            raise InvalidRequest("dtype", f"quantize={self.quantize} computes in fp32: leave dtype out")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise InvalidRequest(name, f"must be a whole number of at least 1, got {value!r}")
 
 
 class Engine(EngineCore):
@@ -58,7 +64,7 @@ class Engine(EngineCore):
 
     def __init__(
         self,
-        model: str | LoadedModel = "smollm2",
+        model: str | Path | LoadedModel = "smollm2",
         *,
         policy: Policy | None = None,
         clock: Clock | None = None,
@@ -67,7 +73,9 @@ class Engine(EngineCore):
     ) -> None:
         chosen = _options(options)
         environment = Environment.read()
-        loaded = open_model(model, environment.cache_dir, progress=progress) if isinstance(model, str) else model
+        loaded = model
+        if not isinstance(loaded, LoadedModel):
+            loaded = open_model(str(loaded), environment.cache_dir, progress=progress)
         spec = loaded.spec
         if chosen.threads is not None:
             torch.set_num_threads(chosen.threads)
@@ -88,11 +96,11 @@ class Engine(EngineCore):
             self.budget.num_blocks,
             chosen.block_size,
             chosen.max_step_tokens,
-            min(chosen.max_running, chosen.max_step_tokens),
+            chosen.max_running if chosen.max_running is not None else min(256, chosen.max_step_tokens),
             max_len,
             chosen.prefix_caching,
         )
-        self.runner = ModelRunner(decoder, backend, config)
+        self.runner = _runner(decoder, backend, config, self.budget)
         self.model = loaded
         super().__init__(
             self.runner,
@@ -108,6 +116,13 @@ class Engine(EngineCore):
         """Token ids of a conversation, ready for the answer."""
         text = self.model.chat_template.render(messages, **options)
         return self.model.tokenizer.encode(text, add_special=False)
+
+
+def _runner(decoder: Decoder, backend: Backend, config: EngineConfig, budget: KVBudget) -> ModelRunner:
+    try:
+        return ModelRunner(decoder, backend, config)
+    except (RuntimeError, MemoryError) as error:  # torch's own out-of-memory errors are RuntimeErrors
+        raise RequestTooLong("kv_memory", f"{budget} cannot be had: {error}") from error
 
 
 def _options(given: Mapping[str, Any]) -> ModelOptions:
@@ -136,8 +151,10 @@ def _device(name: str) -> torch.device:
         raise InvalidRequest("device", f"{name!r} is not a device: cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise InvalidRequest("device", f"{name!r} is not supported: cpu and cuda are")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidRequest("device", "cuda was asked for, and torch finds no CUDA device here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidRequest(
+            "device", f"{name} was asked for, and torch finds {torch.cuda.device_count()} CUDA devices"
+        )
     return device
 
 
@@ -162,6 +179,6 @@ def _backend(
             backend = NativeBackend(kernels, loaded.spec, storage, options.max_step_tokens, max_len)
             return backend, f"native CPU kernels, {torch.get_num_threads()} threads, {storage} weights"
     if options.quantize:
-        raise UnsupportedModel(f"quantize={options.quantize} needs the native CPU kernels ({reason})")
+        raise UnsupportedModel(f"quantize={options.quantize} needs the native CPU kernels; this is {device}, {reason}")
     note = f"torch on {device}, {dtype}" + (f" ({reason})" if device.type == "cpu" else "")
     return TorchBackend(loaded.spec, _TORCH_DTYPES[dtype], device, max_len), note

@@ -60,6 +60,8 @@ def kv_budget(
 ) -> KVBudget:
     """By count, by size, or by what the machine has; in this order."""
     each = block_bytes(spec, block_size, dtype)
+    if num_blocks is not None and kv_memory is not None:
+        raise InvalidRequest("kv_memory", "num_blocks is given too, and says the same thing in blocks: give one")
     if num_blocks is not None:
         if num_blocks < 2:
             raise InvalidRequest("num_blocks", f"must be at least 2 (block 0 is the null block), got {num_blocks}")

@@ -41,7 +41,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Lets go of KV memory; the runner is of no use afterwards."""
-        self.kv = self.kv[:, :, :0]
+        self.kv = torch.empty(0)
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         sources = torch.tensor([copy.src for copy in copies], device=self.kv.device)

@@ -12,7 +12,7 @@ from segue.base.types import SamplingParams
 from segue.engine import Row, Sampling, StepResult, TokenLogprobs
 
 _FIRST_CANDIDATES = 256
-_64 = 2**64 - 1
+_LOW_64_BITS = 2**64 - 1
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> StepResult:
@@ -23,6 +23,8 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> StepResult:
     for i, (row, sampling) in enumerate(zip(rows, samplings, strict=True)):
         if _adjusts(row, sampling):
             _adjust(logits[i], row, sampling)
+    if bool(logits.amax(-1).isnan().any()):
+        raise ValueError("the model gave logits that are not numbers")
     tokens = logits.argmax(-1)
     drawn = [i for i, sampling in enumerate(samplings) if not sampling.params.greedy]
     if drawn:
@@ -36,9 +38,9 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> StepResult:
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that belongs to this seed and position: the whole of a request's random state."""
-    x = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x8CB92BA72F3D8DD7) & _64
+    x = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x8CB92BA72F3D8DD7) & _LOW_64_BITS
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 0xD6E8FEB86659FD93)):
-        x = ((x ^ (x >> shift)) * factor) & _64
+        x = ((x ^ (x >> shift)) * factor) & _LOW_64_BITS
     return (x >> 11) / 2**53
 
 
@@ -119,36 +121,48 @@ def _num_candidates(params: SamplingParams, vocab_size: int) -> int:
 def _draw_group(logits: Tensor, rows: Sequence[Row], members: Sequence[int], count: int) -> tuple[Tensor, list[bool]]:
     """Tokens, and for each whether `count` candidates were enough to know it. Temperature, top-k, top-p, min-p, in
     this order, each on what the one before left."""
-    params = [_sampling(rows[i]).params for i in members]
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
-
-    scaled = logits[list(members)].double() / column([p.temperature for p in params])
-    values, ids = (
-        scaled.topk(count, dim=-1) if count < scaled.shape[-1] else scaled.sort(dim=-1, descending=True, stable=True)
+    options = _Columns(rows, members, logits.device)
+    whole = _probabilities(logits, members, options.temperature)
+    kept, ids = (
+        whole.topk(count, dim=-1) if count < whole.shape[-1] else whole.sort(dim=-1, descending=True, stable=True)
     )
-    limited = column([float(p.top_k) for p in params]) > 0
-    total = torch.where(limited, values.logsumexp(-1, keepdim=True), scaled.logsumexp(-1, keepdim=True))
-    probabilities = (values - total).exp()
-    top_p, min_p = column([p.top_p for p in params]), column([p.min_p for p in params])
-    enough = (probabilities.sum(-1, keepdim=True) >= top_p) | limited
-    before = probabilities.cumsum(-1) - probabilities
-    keep = (before < top_p) & (probabilities >= min_p * probabilities[:, :1])
+    upto = kept.cumsum(-1)
+    mass = torch.where(options.top_k > 0, upto[:, -1:], 1.0)  # top-p and min-p are shares of what top-k left
+    keep = (upto - kept < options.top_p * mass) & (kept >= options.min_p * kept[:, :1])
     keep[:, 0] = True
-    picked = _invert(probabilities * keep, column([_point(rows[i]) for i in members]))
-    return ids.gather(-1, picked)[:, 0], [ok or count == scaled.shape[-1] for ok in enough[:, 0].tolist()]
+    enough = (upto[:, -1:] >= options.top_p * mass)[:, 0]
+    picked = ids.gather(-1, _invert(kept * keep, options.points))[:, 0]
+    return picked, [ok or count == whole.shape[-1] for ok in enough.tolist()]
 
 
 def _draw_unfiltered(logits: Tensor, rows: Sequence[Row], members: Sequence[int]) -> Tensor:
     """Temperature alone, or with min-p: no order is needed, so nothing is sorted."""
-    params = [_sampling(rows[i]).params for i in members]
-    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=logits.device)[:, None]
-    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=logits.device)[:, None]
-    points = torch.tensor([_point(rows[i]) for i in members], dtype=torch.float64, device=logits.device)[:, None]
-    probabilities = (logits[list(members)].double() / temperature).softmax(-1)
-    keep = probabilities >= min_p * probabilities.amax(-1, keepdim=True)
-    return _invert(probabilities * keep, points)[:, 0]
+    options = _Columns(rows, members, logits.device)
+    whole = _probabilities(logits, members, options.temperature)
+    keep = whole >= options.min_p * whole.amax(-1, keepdim=True)
+    return _invert(whole * keep, options.points)[:, 0]
+
+
+class _Columns:
+    """Parameters of several rows, each as a column [rows, 1] that broadcasts over candidates."""
+
+    def __init__(self, rows: Sequence[Row], members: Sequence[int], device: torch.device) -> None:
+        params = [_sampling(rows[i]).params for i in members]
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+
+        self.temperature = column([p.temperature for p in params])
+        self.top_k = column([float(p.top_k) for p in params])
+        self.top_p = column([p.top_p for p in params])
+        self.min_p = column([p.min_p for p in params])
+        self.points = column([_point(rows[i]) for i in members])
+
+
+def _probabilities(logits: Tensor, members: Sequence[int], temperature: Tensor) -> Tensor:
+    """Shifted before it is divided: a temperature near zero then gives the likeliest token, not an overflow."""
+    chosen = logits[list(members)].double()
+    return ((chosen - chosen.amax(-1, keepdim=True)) / temperature).softmax(-1)
 
 
 def _invert(weights: Tensor, points: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ class TurnView:
 
     id: int
     job_id: str | None
-    priority: int
     arrived_at: float
     num_prompt: int
     num_tokens: int

@@ -39,12 +39,27 @@ from segue.base.types import SamplingParams
         ("stop", ("",)),
         ("stop", (3,)),
         ("stop_token_ids", (-2,)),
+        ("stop_token_ids", 5),
+        ("stop", 5),
+        ("logit_bias", [1]),
+        ("temperature", 10**400),
+        ("ignore_eos", "no"),
+        ("include_stop", 1),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(field, value):
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field == field and str(caught.value).startswith(field)
+
+
+def test_what_was_checked_cannot_change():
+    bias = {1: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[2] = math.nan
+    assert dict(params.logit_bias) == {1: 1.0}
+    with pytest.raises(TypeError):
+        params.logit_bias[3] = 1.0
 
 
 def test_one_stop_string_need_not_be_wrapped():

@@ -1,4 +1,5 @@
 import asyncio
+import threading
 
 import pytest
 
@@ -50,6 +51,92 @@ def test_leaving_a_stream_frees_its_request():
         return usage, after
 
     assert asyncio.run(main()) == ((False, 0.0), (False, 0.0))
+
+
+def test_cancelling_while_a_request_is_submitted_leaves_nothing_running():
+    async def main():
+        engine = make()
+        entered, proceed = threading.Event(), threading.Event()
+
+        def slow_submit(core):
+            real = core.submit
+
+            def submit(*args, **options):
+                request_id = real(*args, **options)
+                entered.set()
+                proceed.wait()
+                return request_id
+
+            core.submit = submit
+
+        await engine.call(slow_submit)
+        task = asyncio.create_task(collect(engine, [1], SamplingParams(max_tokens=None, temperature=0)))
+        while not entered.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.sleep(0)
+        proceed.set()
+        await asyncio.gather(task, return_exceptions=True)
+        left = await engine.call(lambda core: core.has_work)
+        await engine.close()
+        return left
+
+    assert asyncio.run(main()) is False
+
+
+def test_an_id_in_use_is_refused_without_harm_to_its_owner():
+    async def main():
+        engine, steps = make(), threading.Semaphore(1)
+        execute = engine._engine._executor.execute
+        engine._engine._executor.execute = lambda plan: steps.acquire() and execute(plan)
+        stream = engine.generate([1, 2], greedy(20), request_id="mine")
+        first = await anext(stream)
+        second = asyncio.create_task(collect(engine, [3], greedy(), request_id="mine"))
+        await asyncio.sleep(0)
+        steps.release()
+        with pytest.raises(InvalidRequest, match="request_id"):
+            await second
+        steps.release(100)
+        rest = [token async for delta in stream for token in delta.token_ids]
+        await engine.close()
+        return [*first.token_ids, *rest]
+
+    assert asyncio.run(main()) == expected([1, 2], 20)
+
+
+def test_an_event_loop_that_ends_takes_only_its_own_requests_along():
+    engine = make()
+
+    async def leave():
+        stream = engine.generate([1], SamplingParams(max_tokens=None, temperature=0, min_tokens=190))
+        await anext(stream)
+        return stream
+
+    loop = asyncio.new_event_loop()
+    abandoned = loop.run_until_complete(leave())
+    loop.close()
+
+    async def main():
+        answer = await collect(engine, [1, 2], greedy(30))
+        await engine.close()
+        return answer
+
+    assert asyncio.run(main()) == expected([1, 2], 30)
+    del abandoned
+
+
+def test_closing_under_load_ends_everything_once():
+    async def main():
+        engine = make()
+        tasks = [asyncio.create_task(collect(engine, [i], SamplingParams(max_tokens=None))) for i in range(40)]
+        await asyncio.sleep(0.01)
+        await engine.close()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        return engine._failure, engine._engine._executor.closed, outcomes
+
+    failure, closed, outcomes = asyncio.run(main())
+    assert failure is None and closed
+    assert all(isinstance(outcome, (EngineClosed, list)) for outcome in outcomes)
 
 
 def test_n_answers_come_in_one_stream():

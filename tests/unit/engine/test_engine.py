@@ -5,7 +5,7 @@ import pytest
 from segue.base.config import EngineConfig
 from segue.base.errors import EngineClosed, InvalidRequest, RequestTooLong, StepFailed
 from segue.base.types import FinishReason, SamplingParams
-from segue.engine import EngineCore
+from segue.engine import EngineCore, StepResult
 from segue.engine.sequence import sample_seed
 from tests.fakes import FakeExecutor, expected
 
@@ -192,6 +192,106 @@ def test_generate_raises_what_failed_and_cleans_up():
     assert engine.generate([1, 2], greedy(3))[0].token_ids == expected([1, 2], 3)
 
 
+def test_an_interrupt_undoes_the_step_and_reaches_the_caller():
+    engine = make()
+    engine.generate(list(range(30)), greedy(2))
+    submitted = engine.submit([*range(22), 40, 41], greedy(3))
+    engine._executor.fail_next = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([*range(21), 45], greedy(3))
+    engine.check()
+    (lost,) = engine.step()
+    assert (lost.request_id, lost.finish_reason) == (submitted, FinishReason.ERROR)
+    assert engine.stats().kv_usage == 0.0
+    assert engine.generate([*range(22), 40, 41], greedy(3))[0].token_ids == expected([*range(22), 40, 41], 3)
+
+
+def test_an_answer_that_ended_before_its_request_failed_ends_once():
+    engine = make()
+    prompt = [1, 2, 3]
+    answers = [expected(prompt, 9, sample_seed(4, index), 1.0) for index in range(2)]
+    stop = next(token for token in answers[0][:3] if token not in answers[1])
+    engine.submit(prompt, SamplingParams(n=2, max_tokens=9, seed=4, stop_token_ids=(stop,)))
+    ends = []
+    while not ends:
+        ends += [delta for delta in engine.step() if delta.finish_reason]
+    engine._executor.fail_next = RuntimeError("late")
+    ends += engine.step()
+    assert [(delta.index, delta.finish_reason) for delta in ends] == [(0, FinishReason.STOP), (1, FinishReason.ERROR)]
+
+
+def test_a_prompt_that_fills_the_pool_has_several_answers():
+    engine = make(num_blocks=3, size=4)
+    result = engine.generate([1] * 8, SamplingParams(n=3, max_tokens=None, temperature=0))[0]
+    assert [completion.token_ids for completion in result.completions] == [expected([1] * 8, 1)] * 3
+    assert engine.stats().kv_usage == 0.0
+
+
+def test_an_executor_that_gives_too_few_tokens_fails_its_step():
+    engine = make()
+    engine._executor.execute = lambda plan: StepResult([])
+    with pytest.raises(StepFailed, match="1 rows sample"):
+        engine.generate([1, 2], greedy())
+    assert engine.stats().kv_usage == 0.0
+
+
+def test_no_lease_is_left_where_nobody_could_release_it():
+    engine = make()
+    request = engine.submit([1, 2, 3], greedy(20), hold=True)
+    engine.step()
+    engine.abort(request)
+    assert engine.stats().kv_usage == 0.0
+    last = list(engine.stream([1, 2, 3], greedy(4), hold=True))[-1]
+    assert last.lease is not None
+    engine.release(last.lease)
+    engine._executor.fail_next = None
+    fine = engine.submit([7, 7], greedy(1))
+    engine.step()
+    assert not engine.is_active(fine)
+    real, steps = engine._executor.execute, iter([None, None, RuntimeError("later")])
+
+    def execute(plan):
+        if error := next(steps):
+            raise error
+        return real(plan)
+
+    engine._executor.execute = execute
+    with pytest.raises(StepFailed):
+        engine.generate([[1, 2], [3, 4]], [greedy(1), greedy(9)], hold=True)
+    assert engine.stats().kv_usage == 0.0
+
+
+def test_a_stream_dropped_before_its_first_token_frees_its_request():
+    engine = make()
+    stream = engine.stream([1, 2, 3], greedy(50))
+    stream.close()
+    assert not engine.has_work
+    engine.stream([1, 2, 3], greedy(50))
+    assert not engine.has_work, "and so does one that nobody kept"
+
+
+@pytest.mark.parametrize("options", [{"salt": ["x"]}, {"salt": None}, {"job_id": 5}, {"request_id": ""}, {"hold": 1}])
+def test_options_of_the_wrong_type_are_refused_by_name(options):
+    with pytest.raises(InvalidRequest) as caught:
+        make().submit([1], **options)
+    assert caught.value.field == next(iter(options))
+
+
+@pytest.mark.parametrize("prompts", [None, 7, b"abcd", [], {}, [[]], [True], [[True]], [None], ["a", [b"x"]]], ids=repr)
+def test_prompts_of_the_wrong_kind_are_refused(prompts):
+    with pytest.raises(InvalidRequest):
+        make(tokenizer=Letters()).generate(prompts, greedy())
+
+
+def test_token_ids_may_be_any_whole_numbers():
+    numpy = pytest.importorskip("numpy")
+    wanted = expected([1, 2, 3], 3)
+    for ids in (numpy.array([1, 2, 3]), [numpy.int64(1), 2, 3], (1, 2, 3), iter([1, 2, 3]), range(1, 4)):
+        assert make().generate(ids, greedy(3))[0].token_ids == wanted
+    with pytest.raises(InvalidRequest, match="params"):
+        make().generate([1], {"max_tokens": 3})
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "field", "words"),
     [
@@ -206,6 +306,7 @@ def test_generate_raises_what_failed_and_cleans_up():
         ([-1], {}, "prompt", "vocabulary"),
         ([1], {"stop_token_ids": (50,)}, "stop_token_ids", "vocabulary"),
         ([1], {"logit_bias": {77: 1.0}}, "logit_bias", "vocabulary"),
+        ([1] * 150, {"max_tokens": None, "min_tokens": 60}, "min_tokens", "50"),
     ],
 )
 def test_what_could_never_run_is_refused_by_name(prompt, params, field, words):

@@ -120,6 +120,19 @@ def test_greedy_and_its_adjustments():
         assert sample(logits.clone(), [row(params, **options)]).tokens == [wanted], (params, options)
 
 
+def test_the_coldest_temperature_is_greedy_and_nonsense_is_refused():
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(1))
+    for options in (
+        {"temperature": 5e-324},
+        {"temperature": 1e-300, "top_p": 0.5},
+        {"temperature": 1e-200, "top_k": 3},
+    ):
+        assert sample(logits.clone(), [row(SamplingParams(**options))]).tokens == [int(logits.argmax())]
+    logits[0, 3] = torch.nan
+    with pytest.raises(ValueError, match="not numbers"):
+        sample(logits, [row(SamplingParams(temperature=0.0))])
+
+
 def test_logprobs_are_the_models_own():
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
     params = SamplingParams(temperature=0.0, logprobs=3, logit_bias={int(logits[0].argmax()): -100.0})

@@ -8,8 +8,8 @@ import segue
 
 def test_the_public_names():
     assert sorted(segue.__all__) == [
-        "AsyncEngine", "Completion", "Delta", "Engine", "EngineConfig", "EngineCore", "FinishReason", "InvalidRequest",
-        "ModelError", "Result", "SamplingParams", "SegueError", "VirtualClock",
+        "AsyncEngine", "Completion", "Delta", "Engine", "EngineClosed", "EngineConfig", "EngineCore", "FinishReason",
+        "InvalidRequest", "Lease", "ModelError", "Result", "SamplingParams", "SegueError", "StepFailed", "Stream",
     ]  # fmt: skip
     for name in segue.__all__:
         assert getattr(segue, name) is not None
