@@ -50,7 +50,8 @@ class EngineMachine(RuleBasedStateMachine):
         params = SamplingParams(max_tokens=max_tokens, n=n, temperature=temperature, seed=5, ignore_eos=True)
         needed = len(prompt) + (max_tokens or 1) - 1
         try:
-            request_id = self.engine.submit(prompt, params, hold=hold, salt=salt)
+            request_id = f"r{len(self.sequences):03}"  # not a random one: a failing run must be repeatable
+            self.engine.submit(prompt, params, hold=hold, salt=salt, request_id=request_id)
         except RequestTooLong:
             assert needed > self.config.kv_tokens or len(prompt) + (max_tokens or 1) > 60
             return
