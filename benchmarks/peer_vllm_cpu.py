@@ -1,6 +1,6 @@
 """vLLM's CPU build on the measures of `cpu.py`, tuned for two cores; prints one line of JSON.
 
-VLLM_CPU_KVCACHE_SPACE=2 VLLM_CPU_OMP_THREADS_BIND=0-1 python -P peer_vllm_cpu.py FOLDER
+VLLM_CPU_KVCACHE_SPACE=2 VLLM_CPU_OMP_THREADS_BIND=0-1 python -P peer_vllm_cpu.py FOLDER in-process|own-process
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 import time
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if sys.argv[2:] == ["own-process"] else "0"
 
 from vllm import LLM, SamplingParams
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from itertools import accumulate
 
 from segue.base.types import Scope
 
@@ -30,12 +31,17 @@ def extend_keys(keys: list[int], scope: Scope, tokens: array[int], block_size: i
     full = len(tokens) // block_size
     if full <= done:
         return
+    chunks = token_chunks(tokens[done * block_size : full * block_size], block_size)
+    chained = accumulate(chunks, hash_block, initial=keys[-1] if keys else root_key(scope))
+    next(chained)
+    keys.extend(chained)
+
+
+def token_chunks(tokens: array[int], block_size: int) -> list[bytes]:
+    """The tokens of full blocks, block by block."""
     step = block_size * TOKEN_BYTES
-    data = tokens[done * block_size : full * block_size].tobytes()
-    key = keys[-1] if keys else root_key(scope)
-    for offset in range(0, len(data), step):
-        key = hash_block(key, data[offset : offset + step])
-        keys.append(key)
+    data = tokens.tobytes()
+    return [data[offset : offset + step] for offset in range(0, len(data), step)]
 
 
 def common_tokens(left: bytes, right: bytes) -> int:

@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from segue.base.types import Scope
 from segue.kv.hashing import TOKEN_BYTES, common_tokens
@@ -37,7 +38,7 @@ class PrefixIndex:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._block_of_key: dict[int, int] = {}
-        self._children: dict[Parent, list[tuple[bytes, int]]] = {}
+        self._children: dict[Parent, list[int]] = {}  # sorted by their tokens, which differ
         self.parent: list[Parent | None] = [None] * num_blocks  # None: the block is not indexed
         self.tokens: list[bytes] = [b""] * num_blocks
         self.key: list[int | None] = [None] * num_blocks  # None: not indexed, or a partial tail
@@ -50,65 +51,79 @@ class PrefixIndex:
         """
         size = self._block_size
         limit = len(tokens) - 1
-        blocks, parent = self._match_full(keys, tokens, scope, limit // size)
+        most = limit // size
+        blocks = self._match_full(keys[:most], tokens[: most * size].tobytes(), scope)
         start = len(blocks) * size
+        parent = blocks[-1] if blocks else scope
         tail_block, tail_tokens = self._match_tail(parent, tokens[start : min(start + size, limit)].tobytes())
         return Match(blocks, tail_block, tail_tokens, start + tail_tokens)
 
-    def _match_full(self, keys: Sequence[int], tokens: array[int], scope: Scope, most: int) -> tuple[list[int], Parent]:
+    def _match_full(self, keys: Sequence[int], data: bytes, scope: Scope) -> list[int]:
+        """What the keys name, as far as parents and tokens bear it out; all at once, and one by one only if they
+        do not."""
+        found = list(map(self._block_of_key.get, keys))
+        blocks = cast("list[int]", found[: found.index(None)] if None in found else found)
         step = self._block_size * TOKEN_BYTES
-        find, held, parents = self._block_of_key.get, self.tokens, self.parent
-        data = tokens[: most * self._block_size].tobytes()
-        blocks: list[int] = []
-        parent: Parent = scope
-        offset = 0
-        for key in keys[:most]:
-            block = find(key)
-            if block is None or held[block] != data[offset : offset + step] or parents[block] != parent:
-                break
-            blocks.append(block)
-            parent = block
-            offset += step
-        return blocks, parent
+        parents: list[Parent] = [scope, *blocks]
+        while blocks:
+            if [self.parent[block] for block in blocks] == parents[: len(blocks)]:
+                held = b"".join([self.tokens[block] for block in blocks])
+                if held == data[: len(blocks) * step]:
+                    break
+            blocks = blocks[: self._num_true(blocks, parents, data)]
+        return blocks
+
+    def _num_true(self, blocks: Sequence[int], parents: Sequence[Parent], data: bytes) -> int:
+        step = self._block_size * TOKEN_BYTES
+        for at, block in enumerate(blocks):
+            if self.parent[block] != parents[at] or self.tokens[block] != data[at * step : (at + 1) * step]:
+                return at
+        return len(blocks)
 
     def _match_tail(self, parent: Parent, wanted: bytes) -> tuple[int | None, int]:
         """Children are sorted, so the longest common prefix is with a neighbour of the place where `wanted` would go."""
         children = self._children.get(parent)
         if not children or not wanted:
             return None, 0
-        at = bisect_left(children, (wanted, 0))
+        at = bisect_left(children, wanted, key=self.tokens.__getitem__)
         best, best_tokens = None, 0
-        for held, block in children[max(at - 1, 0) : at + 1]:
-            shared = common_tokens(held, wanted)
+        for block in children[max(at - 1, 0) : at + 1]:
+            shared = common_tokens(self.tokens[block], wanted)
             if shared > best_tokens:
                 best, best_tokens = block, shared
         return best, best_tokens
 
-    def add(self, block: int, key: int, tokens: bytes, parent: Parent) -> int | None:
-        """Enter a full block. Returns the block that serves this content: `block` itself, or the one that had it
-        before; None when the key stands for other content (a collision), and nothing changes."""
-        there = self._block_of_key.setdefault(key, block)
-        if there != block:
-            return there if self.tokens[there] == tokens and self.parent[there] == parent else None
-        self.key[block] = key
-        self._enter(block, tokens, parent)
-        return block
+    def add(self, blocks: Sequence[int], keys: Sequence[int], contents: Sequence[bytes], parent: Parent) -> list[int]:
+        """Enter a run of full blocks below `parent`. Returns, for each, the block that serves its content: itself, or
+        the one that had it before. The list ends early at a key that stands for other content (a collision)."""
+        block_of_key, parents, tokens = self._block_of_key, self.parent, self.tokens
+        serving: list[int] = []
+        for block, key, content in zip(blocks, keys, contents, strict=True):
+            there = block_of_key.setdefault(key, block)
+            if parents[there] is None:
+                self.key[block] = key
+                self._enter(block, content, parent)
+            elif tokens[there] != content or parents[there] != parent:
+                break
+            serving.append(there)
+            parent = there
+        return serving
 
-    def add_tail(self, block: int, tokens: bytes, parent: Parent) -> bool:
+    def add_tail(self, block: int, content: bytes, parent: Parent) -> bool:
         """Enter a partly filled block, unless what it holds can be had already."""
-        if self._match_tail(parent, tokens)[1] * TOKEN_BYTES == len(tokens):
+        if self._match_tail(parent, content)[1] * TOKEN_BYTES == len(content):
             return False
-        self._enter(block, tokens, parent)
+        self._enter(block, content, parent)
         return True
 
-    def _enter(self, block: int, tokens: bytes, parent: Parent) -> None:
+    def _enter(self, block: int, content: bytes, parent: Parent) -> None:
         self.parent[block] = parent
-        self.tokens[block] = tokens
+        self.tokens[block] = content
         siblings = self._children.get(parent)
         if siblings is None:
-            self._children[parent] = [(tokens, block)]
+            self._children[parent] = [block]
         else:
-            insort(siblings, (tokens, block))
+            insort(siblings, block, key=self.tokens.__getitem__)
 
     def remove(self, block: int) -> None:
         """Forget a block that is about to be written."""
@@ -118,17 +133,11 @@ class PrefixIndex:
         if len(siblings) == 1:
             del self._children[parent]
         else:
-            del siblings[bisect_left(siblings, (self.tokens[block], block))]
+            del siblings[bisect_left(siblings, self.tokens[block], key=self.tokens.__getitem__)]
         if key is not None:
             del self._block_of_key[key]
         self.parent[block] = self.key[block] = None
         self.tokens[block] = b""
-
-    def has_children(self, block: int) -> bool:
-        return block in self._children
-
-    def is_tail(self, block: int) -> bool:
-        return self.parent[block] is not None and self.key[block] is None
 
     def indexed_blocks(self) -> list[int]:
         return [block for block, parent in enumerate(self.parent) if parent is not None]
@@ -136,5 +145,5 @@ class PrefixIndex:
     def block_of(self, key: int) -> int | None:
         return self._block_of_key.get(key)
 
-    def children_of(self, parent: Parent) -> Sequence[tuple[bytes, int]]:
+    def children_of(self, parent: Parent) -> Sequence[int]:
         return self._children.get(parent, ())

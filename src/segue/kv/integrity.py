@@ -68,12 +68,12 @@ def _check_index(pool: BlockPool, index: PrefixIndex) -> None:
     for block in index.indexed_blocks():
         parent, key, tokens = index.parent[block], index.key[block], index.tokens[block]
         assert parent is not None
-        _require((tokens, block) in index.children_of(parent), f"block {block} is not among its parent's children")
+        _require(block in index.children_of(parent), f"block {block} is not among its parent's children")
         _require(len(tokens) % TOKEN_BYTES == 0 and len(tokens) > 0, f"block {block} is indexed with no tokens")
         if key is not None:
             _require(index.block_of(key) == block, f"block {block} is not found by its key")
         else:
-            _require(not index.has_children(block), f"partial block {block} has children")
+            _require(not index.children_of(block), f"partial block {block} has children")
         if isinstance(parent, int):
             _require(index.key[parent] is not None, f"block {block} is indexed below block {parent}, which is not")
             _require(

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from segue.base.types import Scope
 from segue.kv.events import KVEvent, Leased, Observer, Removed, Revoked, Stored
-from segue.kv.hashing import ChainHash, chain_hash, extend_keys
-from segue.kv.index import Match, Parent, PrefixIndex
+from segue.kv.hashing import ChainHash, chain_hash, extend_keys, token_chunks
+from segue.kv.index import Match, PrefixIndex
 from segue.kv.integrity import verify
 from segue.kv.leases import Lease, LeaseLedger
 from segue.kv.pool import BlockPool
@@ -109,7 +109,8 @@ class KVManager:
         give it and keep `headroom` blocks free besides."""
         pool, hit, tail = self._pool, match.blocks, match.tail_block
         missing = self.blocks_for(num_tokens) - len(hit)
-        if not self._leases and pool.num_free < missing + headroom + sum(not pool.ref_count[block] for block in hit):
+        room = pool.num_free - missing - headroom
+        if room < len(hit) and not self._leases and room < sum(not pool.ref_count[block] for block in hit):
             return None
         pool.retain(hit)  # before anything gives way: what is about to be used is not to be reclaimed
         if not self.reclaim(missing + headroom, now):
@@ -173,24 +174,24 @@ class KVManager:
             return
         if len(table.keys) < full:
             extend_keys(table.keys, table.scope, tokens, size, self._hash_block)
-        blocks, keys, add = table.blocks, table.keys, self._index.add
-        data = tokens[first * size : full * size].tobytes()
-        step = len(data) // (full - first)
-        parent: Parent = blocks[first - 1] if first else table.scope
-        for at in range(first, full):
-            offset = (at - first) * step
-            block = blocks[at]
-            there = add(block, keys[at], data[offset : offset + step], parent)
-            if there is None:
-                table.indexed = False
-                return
-            if there != block:
+        mine = table.blocks[first:full].tolist()
+        keys = table.keys[first:full]
+        contents = token_chunks(tokens[first * size : full * size], size)
+        serving = self._index.add(mine, keys, contents, table.blocks[first - 1] if first else table.scope)
+        table.indexed = len(serving) == len(mine)
+        if serving != mine:
+            self._repoint(table, first, mine, serving)
+        for block, there, key in zip(mine, serving, keys, strict=False) if self._observers else ():
+            if block == there:
+                self._emit(Stored(block, key))
+
+    def _repoint(self, table: BlockTable, first: int, mine: list[int], serving: list[int]) -> None:
+        """Use what was there before us; safe, because tables are read anew for each plan."""
+        for at, (block, there) in enumerate(zip(mine, serving, strict=False), first):
+            if block != there:
                 self._pool.retain((there,))
                 self._pool.release((block,))
-                blocks[at] = there
-            elif self._observers:
-                self._emit(Stored(block, keys[at]))
-            parent = there
+                table.blocks[at] = there
 
     def commit_tail(self, table: BlockTable, tokens: array[int], num_computed: int) -> None:
         """Let others find the partly filled last block as well. The holder's next write takes it out again."""
@@ -315,7 +316,7 @@ class KVManager:
         pending = [block]
         while pending:
             if children := self._index.children_of(pending[-1]):
-                pending.append(children[-1][1])
+                pending.append(children[-1])
                 continue
             gone = pending.pop()
             if self._observers:
