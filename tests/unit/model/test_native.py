@@ -401,14 +401,6 @@ def test_attention_refuses_what_it_cannot_do(kernels):
 # ---- building
 
 
-def test_one_openmp_runtime_serves_torch_and_the_kernels(kernels):
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        pytest.skip("needs /proc")
-    runtimes = {line.split()[-1] for line in maps.read_text().splitlines() if "gomp" in line or "libomp" in line}
-    assert len(runtimes) == 1
-
-
 def counting_compiler(folder: Path) -> Path:
     """A compiler that leaves a line in `folder`/runs for every compilation."""
     real = native_build._compiler(None)
@@ -459,7 +451,7 @@ def test_a_damaged_library_is_unavailable_not_a_crash(tmp_path):
         Kernels(broken)
 
 
-def test_kernels_load_in_a_fresh_process(cache_dir, kernels):
+def test_one_openmp_runtime_serves_torch_and_the_kernels(cache_dir, kernels):
     """Import order matters for the OpenMP runtime; a fresh interpreter takes the shortest path through the imports."""
     code = (
         "import sys; from pathlib import Path; from segue.model.native import load; load(Path(sys.argv[1]));"
