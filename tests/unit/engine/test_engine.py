@@ -141,6 +141,20 @@ def test_abort_frees_at_once_and_leaves_others_alone():
     assert engine.stats().kv_usage == 0.0
 
 
+def test_a_preempted_request_can_be_aborted():
+    engine = make(num_blocks=7, size=4)
+    first, second = engine.submit([1] * 9, greedy(12)), engine.submit([2] * 8, greedy(12))
+    tokens = []
+    while not engine.stats().num_preemptions:
+        tokens += engine.step()
+    assert engine.abort(second)
+    engine.check()
+    while engine.has_work:
+        tokens += engine.step()
+    assert [delta.token_ids[0] for delta in tokens if delta.request_id == first] == expected([1] * 9, 12)
+    assert engine.stats().kv_usage == 0.0
+
+
 def test_closing_a_stream_early_frees_the_request():
     engine = make()
     stream = engine.stream([1, 2, 3], greedy(50))

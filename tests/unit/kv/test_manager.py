@@ -93,6 +93,14 @@ def test_a_hash_collision_is_a_miss(key):
             assert ids[:4] == tokens(range(4)) and table.blocks[0] == held[0]
 
 
+def test_a_collision_below_an_equal_parent_is_a_miss():
+    kv = KVManager(64, 4, hash_block=lambda parent, data: parent + 1)  # the key is the depth
+    run(kv, tokens(range(12)))
+    for ids, reused in ((tokens(range(100, 106)), 0), (tokens(range(4), range(200, 206)), 4), (tokens(range(12)), 11)):
+        _, got = run(kv, ids)
+        assert got.num_reused == reused
+
+
 def test_scopes_never_share_even_when_every_key_collides():
     kv = KVManager(64, 4, hash_block=lambda parent, data: 1)
     run(kv, tokens(range(8)), Scope(salt="a"))
