@@ -7,13 +7,15 @@ which is computed from the tokens alone.
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Sequence
 
 from segue.engine.executor import Row, StepPlan, StepResult
+from segue.kv import KVLayout
 
 VOCAB = 50
 _START = 0x5E60E
+_SLOT = struct.Struct("<iQ")  # a token, and the digest of all up to it
 
 
 def _mix(digest: int, token: int) -> int:
@@ -65,6 +67,21 @@ class FakeExecutor:
                 tokens.append(_token_of(digest, row.sampling.seed, row.sampling.params.temperature))
         return StepResult(tokens)
 
+    @property
+    def kv_layout(self) -> KVLayout:
+        return KVLayout("uint8", (_SLOT.size,))
+
+    def read_kv(self, blocks: Sequence[int], start: int, stop: int, out: memoryview) -> None:
+        for position in range(start, stop):
+            held = self.slots[self._slot(blocks, position)]
+            assert held is not None, f"position {position} has no KV"
+            _SLOT.pack_into(out, (position - start) * _SLOT.size, *held)
+
+    def write_kv(self, blocks: Sequence[int], start: int, stop: int, data: memoryview, first: int, last: int) -> None:
+        assert start <= first < last <= stop and len(data) == (stop - start) * _SLOT.size
+        for position in range(first, last):
+            self.slots[self._slot(blocks, position)] = _SLOT.unpack_from(data, (position - start) * _SLOT.size)
+
     def close(self) -> None:
         self.closed = True
 
@@ -76,7 +93,7 @@ class FakeExecutor:
             self.slots[dst * size : (dst + 1) * size] = self.slots[src * size : (src + 1) * size]
             self.num_copied += 1
 
-    def _slot(self, blocks: array[int], position: int) -> int:
+    def _slot(self, blocks: Sequence[int], position: int) -> int:
         return blocks[position // self.block_size] * self.block_size + position % self.block_size
 
     def _compute(self, row: Row) -> int:

@@ -11,10 +11,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from segue.base.config import EngineConfig
-from segue.base.errors import EngineClosed, InvalidRequest, ModelError, SegueError, StepFailed
+from segue.base.errors import (
+    EngineClosed,
+    InvalidRequest,
+    ModelError,
+    SegueError,
+    SnapshotError,
+    StateError,
+    StepFailed,
+)
 from segue.base.types import FinishReason, SamplingParams
-from segue.engine import AsyncEngine, Completion, Delta, EngineCore, Result, Stream
-from segue.kv import Lease
+from segue.engine import AsyncEngine, Completion, Delta, EngineCore, Request, Result, Stream
+from segue.state import State
 
 if TYPE_CHECKING:
     from segue.model.engine import Engine
@@ -31,11 +39,14 @@ __all__ = [
     "EngineCore",
     "FinishReason",
     "InvalidRequest",
-    "Lease",
     "ModelError",
+    "Request",
     "Result",
     "SamplingParams",
     "SegueError",
+    "SnapshotError",
+    "State",
+    "StateError",
     "StepFailed",
     "Stream",
 ]

@@ -97,19 +97,19 @@ class ManagerMachine(RuleBasedStateMachine):
     def hold(self, life, value, expires):
         if life not in self.open:
             return None
-        lease = self.kv.hold(life.table, life.ids, life.num_computed, value=value, expires_at=expires)
+        lease = self.kv.hold(life.table, life.num_computed, value=value, expires_at=expires)
         self.held.append(lease)
         return lease
 
     @rule(lease=consumes(leases))
     def drop(self, lease):
         if lease is not None:
-            self.kv.drop(lease)
+            self.kv.leases.end(lease)
 
     @rule(wanted=st.integers(0, 12))
     def reclaim(self, wanted):
         self.now += 1
-        self.kv.reclaim(wanted, self.now)
+        self.kv.leases.reclaim(wanted, self.now)
 
     @rule(life=consumes(lives))
     def finish(self, life):
@@ -141,7 +141,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for life in self.open:
             self.kv.close(life.table)
         for lease in self.held:
-            self.kv.drop(lease)
+            self.kv.leases.end(lease)
         self.kv.check()
         assert self.kv.usage == 0.0
 

@@ -58,7 +58,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert needed <= self.config.kv_tokens
         length = self.config.max_sequence_len - len(prompt) if max_tokens is None else max_tokens
         self.asked[request_id] = (prompt, params, length)
-        self.sequences[request_id] = self.engine._active[request_id].request.sequences
+        self.sequences[request_id] = self.engine._answers.get(request_id).turn.sequences
 
     @rule()
     def step(self):
@@ -77,7 +77,7 @@ class EngineMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.asked)))
         if self.engine.abort(request_id):
             self.asked.pop(request_id)
-            self.leases += [s.lease for s in self.sequences[request_id] if s.lease]
+            self.leases += [s.state for s in self.sequences[request_id] if s.state]
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -92,7 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
         for delta in deltas:
             assert delta.finish_reason is FinishReason.ERROR and "injected" in str(delta.error)
             if self.asked.pop(delta.request_id, None):
-                self.leases += [s.lease for s in self.sequences[delta.request_id] if s.lease]
+                self.leases += [s.state for s in self.sequences[delta.request_id] if s.state]
 
     @rule()
     def forget(self):
@@ -109,9 +109,8 @@ class EngineMachine(RuleBasedStateMachine):
                 seed = sample_seed(5, delta.index)
                 assert answer == expected(prompt, length, seed, params.temperature)
                 sequence = self.sequences[delta.request_id][delta.index]
-                if sequence.lease:
-                    assert sequence.lease.num_computed <= len(prompt) + length - 1
-                    self.leases.append(sequence.lease)
+                assert sequence.state.num_held <= len(prompt) + length - 1
+                self.leases.append(sequence.state)
         self.asked = {request_id: ask for request_id, ask in self.asked.items() if self.engine.is_active(request_id)}
 
     @invariant()

@@ -9,7 +9,8 @@ import segue
 def test_the_public_names():
     assert sorted(segue.__all__) == [
         "AsyncEngine", "Completion", "Delta", "Engine", "EngineClosed", "EngineConfig", "EngineCore", "FinishReason",
-        "InvalidRequest", "Lease", "ModelError", "Result", "SamplingParams", "SegueError", "StepFailed", "Stream",
+        "InvalidRequest", "ModelError", "Request", "Result", "SamplingParams", "SegueError", "SnapshotError", "State",
+        "StateError", "StepFailed", "Stream",
     ]  # fmt: skip
     for name in segue.__all__:
         assert getattr(segue, name) is not None

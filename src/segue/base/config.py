@@ -19,11 +19,16 @@ class EngineConfig:
     max_running: int = 256  # sequences that hold blocks at once
     max_model_len: int = 8192  # tokens of one sequence, prompt and output
     prefix_caching: bool = True
+    max_states: int = 1024  # finished requests that can still be continued
+    max_state_bytes: int = 64 * 2**20  # of their tokens; KV is counted in blocks
+    lease_quota: int | None = None  # blocks that one tenant may hold beyond its running requests
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_step_tokens", "max_running", "max_model_len"):
+        for name in ("block_size", "max_step_tokens", "max_running", "max_model_len", "max_states", "max_state_bytes"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(name, f"must be at least 1, got {getattr(self, name)}")
+        if self.lease_quota is not None and self.lease_quota < 0:
+            raise InvalidRequest("lease_quota", f"must be at least 0, got {self.lease_quota}")
         if self.num_blocks < 2:
             raise InvalidRequest("num_blocks", "must be at least 2: block 0 is the null block")
         if self.max_running > self.max_step_tokens:

@@ -7,6 +7,12 @@ SegueError
 │   ├── UnknownModel        404  no such built-in, folder or file
 │   ├── UnsupportedModel    400  its architecture, or an option it needs, is not ours
 │   └── WeightsError        400  corrupt, truncated or missing tensors
+├── StateError              400  a state cannot be used as asked
+│   ├── UnknownState        404  never known here, or not to this caller
+│   ├── ForgottenState      410  known once; its tokens have left the bounded ledger
+│   ├── ParentFailed        409  the request to continue was aborted or failed
+│   ├── SnapshotError       400  a saved or shipped state is damaged, foreign, too new or of another model
+│   └── NoRoom              503  memory cannot take an imported state now
 ├── StepFailed              500  the executor failed while this request was in the step
 ├── EngineClosed            503  submitted after shutdown
 └── IntegrityError          500  check() found the KV core in a state it must never be in
@@ -49,6 +55,30 @@ class UnsupportedModel(ModelError):
 
 class WeightsError(ModelError):
     pass
+
+
+class StateError(SegueError):
+    status = 400
+
+
+class UnknownState(StateError):
+    status = 404
+
+
+class ForgottenState(StateError):
+    status = 410
+
+
+class ParentFailed(StateError):
+    status = 409
+
+
+class SnapshotError(StateError):
+    pass
+
+
+class NoRoom(StateError):
+    status = 503
 
 
 class StepFailed(SegueError):

@@ -28,6 +28,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # eos, a stop token or a stop string
     LENGTH = "length"  # max_tokens, or the model's own limit
     ABORT = "abort"  # the caller's wish
+    MOVED = "moved"  # goes on in another engine
     ERROR = "error"  # its step failed
 
 

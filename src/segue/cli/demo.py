@@ -13,7 +13,7 @@ from segue.base.types import SamplingParams
 from segue.cli.options import add_engine_options, open_engine
 
 if TYPE_CHECKING:
-    from segue.kv import Lease
+    from segue.state import State
     from segue.model.engine import Engine
 
 SYSTEM = (
@@ -59,21 +59,21 @@ def converse(engine: Engine, max_tokens: int, *, keep_state: bool) -> list[Turn]
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     messages = [{"role": "system", "content": SYSTEM}]
     turns: list[Turn] = []
-    lease: Lease | None = None
+    state: State | None = None
     engine.forget()
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         if not keep_state:
             engine.forget()
         result = engine.generate(engine.chat_prompt(messages), params, hold=keep_state)[0]
-        if lease is not None:
-            engine.release(lease)
-        lease = result.completions[0].lease
+        if state is not None:
+            engine.release(state)
+        state = result.state
         messages.append({"role": "assistant", "content": result.text})
         seconds = result.first_token_seconds or 0.0
         turns.append(Turn(len(result.prompt_token_ids), result.num_prefilled, seconds, result.text))
-    if lease is not None:
-        engine.release(lease)
+    if state is not None:
+        engine.release(state)
     return turns
 
 

@@ -2,11 +2,14 @@
 
 from segue.engine.admission import Prompt
 from segue.engine.async_engine import AsyncEngine
-from segue.engine.core import EngineCore, Stream
+from segue.engine.core import EngineCore
 from segue.engine.executor import Executor, Row, StepPlan, StepResult, TokenLogprobs
+from segue.engine.handoff import Export, Import, hand_over
+from segue.engine.loop import Stream
 from segue.engine.outputs import Completion, Delta, EngineStats, Result
+from segue.engine.request import Request
 from segue.engine.scheduler import Produced, Scheduler
-from segue.engine.sequence import Request, Sampling, Sequence, Status
+from segue.engine.sequence import Reuse, Sampling, Sequence, Status, Turn
 from segue.engine.text import TextStream, Tokenizer
 
 __all__ = [
@@ -16,10 +19,13 @@ __all__ = [
     "EngineCore",
     "EngineStats",
     "Executor",
+    "Export",
+    "Import",
     "Produced",
     "Prompt",
     "Request",
     "Result",
+    "Reuse",
     "Row",
     "Sampling",
     "Scheduler",
@@ -31,4 +37,6 @@ __all__ = [
     "TextStream",
     "TokenLogprobs",
     "Tokenizer",
+    "Turn",
+    "hand_over",
 ]

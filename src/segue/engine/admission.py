@@ -14,14 +14,16 @@ from segue.base.types import SamplingParams
 Prompt = str | Sequence[int]
 
 
-def as_token_ids(ids: Any) -> array[int]:
+def as_token_ids(ids: Any, field: str = "prompt") -> array[int]:
     """Whole numbers of any kind that has `__index__`, numpy's too; bytes and truth values are not token ids."""
+    if isinstance(ids, array) and ids.typecode == "i":
+        return ids[:]
     if isinstance(ids, (bytes, bytearray)) or not isinstance(ids, Iterable):
-        raise InvalidRequest("prompt", f"must be text or token ids, not {type(ids).__name__}")
+        raise InvalidRequest(field, f"must be text or token ids, not {type(ids).__name__}")
     try:
         return array("i", [_token_id(token) for token in ids])
     except (TypeError, OverflowError) as error:
-        raise InvalidRequest("prompt", f"must be text or token ids ({error})") from error
+        raise InvalidRequest(field, f"must be text or token ids ({error})") from error
 
 
 def _token_id(value: Any) -> int:
@@ -30,7 +32,7 @@ def _token_id(value: Any) -> int:
     return index(value)
 
 
-def as_prompts(prompts: Any) -> list[Prompt]:
+def as_list(prompts: Any) -> list[Any]:
     """One prompt or several: a list of numbers is one."""
     if isinstance(prompts, str):
         return [prompts]
@@ -42,40 +44,35 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     return [items] if hasattr(items[0], "__index__") else items
 
 
-def check_options(params: object, *, request_id: object, salt: object, job_id: object, hold: object) -> None:
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequest("params", f"must be SamplingParams, not {type(params).__name__}")
-    for name, value in (("request_id", request_id), ("job_id", job_id)):
-        if value is not None and (not isinstance(value, str) or not value):
-            raise InvalidRequest(name, "must be a non-empty string")
-    if not isinstance(salt, str):
-        raise InvalidRequest("salt", f"must be a string, not {type(salt).__name__}")
-    if not isinstance(hold, bool):
-        raise InvalidRequest("hold", f"must be True or False, not {type(hold).__name__}")
-
-
-def check_request(tokens: array[int], params: SamplingParams, config: EngineConfig, vocab_size: int | None) -> None:
-    if not tokens:
+def check_request(prompt: array[int], params: SamplingParams, config: EngineConfig, vocab_size: int | None) -> None:
+    if not prompt:
         raise InvalidRequest("prompt", "is empty: there must be at least one token to continue from")
-    if vocab_size is not None:
-        _check_vocabulary(tokens, params, vocab_size)
-    _check_length(len(tokens), params.max_tokens, config.max_model_len)
-    if len(tokens) + params.min_tokens > config.max_sequence_len:
-        room = max(config.max_sequence_len - len(tokens), 0)
+    check_vocabulary("prompt", prompt, params, vocab_size)
+    check_lengths(len(prompt), params, config)
+
+
+def check_lengths(num_prompt: int, params: SamplingParams, config: EngineConfig) -> None:
+    """Refuse what the model or its memory could never hold, whatever else is going on."""
+    _check_length(num_prompt, params.max_tokens, config.max_model_len)
+    if num_prompt + params.min_tokens > config.max_sequence_len:
+        room = max(config.max_sequence_len - num_prompt, 0)
         raise RequestTooLong("min_tokens", f"{params.min_tokens} is over the {room} tokens there is room for")
-    _check_memory(len(tokens), params.max_tokens, config)
+    _check_memory(num_prompt, params.max_tokens, config)
 
 
-def _check_vocabulary(tokens: array[int], params: SamplingParams, vocab_size: int) -> None:
+def check_vocabulary(field: str, tokens: array[int], params: SamplingParams, vocab_size: int | None) -> None:
+    """Only tokens that are new here: a parent's were checked when they came."""
+    if vocab_size is None:
+        return
     named = {
-        "prompt": (min(tokens), max(tokens)),
+        field: (min(tokens), max(tokens)) if tokens else (),
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": params.logit_bias,
     }
-    for field, ids in named.items():
+    for name, ids in named.items():
         for token in ids:
             if not 0 <= token < vocab_size:
-                raise InvalidRequest(field, f"token id {token} is outside the vocabulary of {vocab_size}")
+                raise InvalidRequest(name, f"token id {token} is outside the vocabulary of {vocab_size}")
 
 
 def _check_length(num_prompt: int, max_tokens: int | None, limit: int) -> None:

@@ -6,21 +6,34 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from segue.base.errors import EngineClosed, SegueError
 from segue.base.types import SamplingParams
 from segue.engine.admission import Prompt
-from segue.engine.core import EngineCore, new_request_id
+from segue.engine.core import EngineCore
+from segue.engine.handoff import Export
+from segue.engine.loop import new_request_id
 from segue.engine.outputs import Delta
+from segue.engine.request import Request, as_request
+from segue.state import State
+from segue.state.store import SavedState
+from segue.state.store import save as save_snapshot
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class _Inbox(asyncio.Queue[Delta | SegueError]):
+Item = Delta | SegueError | AsyncGenerator[Delta]
+
+
+class _Inbox(asyncio.Queue[Item]):
     """Where one stream's deltas arrive, and the event loop they must be handed over on."""
 
     def __init__(self) -> None:
@@ -44,33 +57,73 @@ class AsyncEngine:
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
-    ) -> AsyncIterator[Delta]:
-        """Stream one request; see `EngineCore.submit` for the options. Closing the stream, or cancelling the task
-        that reads it, aborts the request."""
-        inbox = _Inbox()
-        tokens = self._engine.encode(prompt)
+    def generate(
+        self, request: Request | Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[Delta]:
+        """Stream one request; see `EngineCore.submit`. Closing the stream, or cancelling the task that reads it, aborts
+        the request."""
+        wanted = as_request(request, params, options)
+        request_id = new_request_id() if wanted.request_id is None else wanted.request_id
+        encoded = replace(wanted, request_id=request_id, **self._encoded(wanted))
+        return self._stream(request_id, wanted.params.n, lambda: self._engine.submit(encoded))
+
+    def generate_continuation(
+        self, parent: State | str, suffix: Prompt = (), params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[Delta]:
+        """Stream what follows a state, or a request by its id; see `Request` for the options."""
+        return self.generate(Request(params=params or SamplingParams(), parent=parent, suffix=suffix, **options))
+
+    def resume(self, state: State | str, *, request_id: str | None = None, **options: Any) -> AsyncGenerator[Delta]:
+        """Stream the rest of a request that was saved unfinished; see `EngineCore.resume`."""
         chosen_id = new_request_id() if request_id is None else request_id
+        return self._stream(chosen_id, 1, lambda: self._engine.resume(state, request_id=chosen_id, **options))
 
-        def submit() -> None:
-            self._engine.submit(tokens, params, request_id=chosen_id, **options)
-            self._inboxes[chosen_id] = inbox
+    async def save(self, state: State | str, path: str | Path, **options: Any) -> int:
+        """As `EngineCore.save`, chunk by chunk between steps: requests go on meanwhile."""
+        outgoing, done = await self.call(lambda engine: engine.begin_save(state, **options))
 
-        unfinished = params.n if params is not None else 1
+        def read(index: int, out: memoryview) -> None:
+            self._call(lambda: outgoing.read(index, out)).result()
+
         try:
-            await asyncio.wrap_future(self._call(submit))
-            while unfinished:
-                item = await inbox.get()
-                if isinstance(item, SegueError):
-                    raise item
-                if item.error is not None:
-                    raise item.error
-                unfinished -= item.finish_reason is not None
-                yield item
+            return await asyncio.to_thread(save_snapshot, Path(path), outgoing.snapshot, read)
         finally:
-            if unfinished:
-                self._post(lambda: self._abort(chosen_id, inbox))
+            self._post(done)
+
+    async def load(self, path: str | Path, **options: Any) -> State:
+        """As `EngineCore.load`, chunk by chunk between steps: requests go on meanwhile."""
+
+        def run() -> State:
+            with SavedState.open(Path(path)) as saved:
+                arrival = self._call(lambda: self._engine.begin_load(saved.snapshot, **options)).result()
+                try:
+                    saved.take(lambda index, data: self._call(lambda: arrival.write(index, data)).result())
+                    return self._call(arrival.commit).result()
+                except BaseException:
+                    self._post(arrival.abort)
+                    raise
+
+        return await asyncio.to_thread(run)
+
+    async def hand_over(self, request_id: str, destination: AsyncEngine, *, salt: str = "") -> str:
+        """Move a request to another engine of this event loop. Its stream goes on without a break; its new id."""
+        export = await self.call(lambda engine: engine.export_request(request_id, salt=salt))
+        try:
+            arrival = await destination.call(lambda engine: engine.import_request(export.snapshot, salt=salt))
+            try:
+                for index in arrival.missing:
+                    chunk = memoryview(bytearray(export.snapshot.chunk_bytes(index)))
+                    await asyncio.wrap_future(self._call(partial(export.read, index, chunk)))
+                    await asyncio.wrap_future(destination._call(partial(arrival.write, index, chunk)))
+                successor = await destination._begin(arrival.request_id, arrival.commit)
+            except BaseException:
+                destination._post(arrival.abort)
+                raise
+        except BaseException:
+            self._post(export.abort)
+            raise
+        await self.call(lambda _: self._leave(export, destination._deltas(arrival.request_id, 1, successor)))
+        return arrival.request_id
 
     async def call(self, function: Callable[[EngineCore], T]) -> T:
         """Run `function` on the engine's thread, between two steps."""
@@ -83,7 +136,66 @@ class AsyncEngine:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
+    def _encoded(self, request: Request) -> dict[str, Any]:
+        """Text becomes tokens here, on the caller's side."""
+        if request.prompt is not None:
+            return {"prompt": self._engine.encode(request.prompt)}
+        return {"suffix": self._engine.encode_suffix(request.suffix)}
+
+    async def _stream(self, request_id: str, num_answers: int, start: Callable[[], str]) -> AsyncGenerator[Delta]:
+        inbox = await self._begin(request_id, start)
+        deltas = self._deltas(request_id, num_answers, inbox)
+        try:
+            async for delta in deltas:
+                yield delta
+        finally:
+            await deltas.aclose()
+
+    async def _begin(self, request_id: str, start: Callable[[], str]) -> _Inbox:
+        """Start a request on the engine's thread; where its deltas will arrive."""
+        inbox = _Inbox()
+
+        def begin() -> None:
+            start()
+            self._inboxes[request_id] = inbox
+
+        try:
+            await asyncio.wrap_future(self._call(begin))
+        except BaseException:
+            self._post(lambda: self._abort(request_id, inbox))  # it may have started: the wait was cancelled
+            raise
+        return inbox
+
+    async def _deltas(self, request_id: str, num_answers: int, inbox: _Inbox) -> AsyncGenerator[Delta]:
+        """Until the last answer has ended, wherever the request goes meanwhile."""
+        unfinished = num_answers
+        try:
+            while unfinished:
+                item = await inbox.get()
+                if isinstance(item, SegueError):
+                    raise item
+                if not isinstance(item, Delta):
+                    unfinished = 0
+                    async with aclosing(item) as elsewhere:
+                        async for delta in elsewhere:
+                            yield delta
+                    return
+                if item.error is not None:
+                    raise item.error
+                unfinished -= item.finish_reason is not None
+                yield item
+        finally:
+            if unfinished:
+                self._post(lambda: self._abort(request_id, inbox))
+
     # The engine's thread
+
+    def _leave(self, export: Export, successor: AsyncGenerator[Delta]) -> None:
+        """The request goes on elsewhere, and whoever reads its stream reads that."""
+        inbox = self._inboxes.pop(export.request_id, None)
+        export.commit()
+        if inbox is not None:
+            _hand_over(inbox.loop, [(inbox, successor)])
 
     def _run(self) -> None:
         try:
@@ -101,13 +213,13 @@ class AsyncEngine:
         """Carry out what was asked meanwhile; sleep if there is neither that nor work."""
         with self._wake:
             while not (self._commands or self._engine.has_work or self._stopping):
-                self._wake.wait()
+                self._wake.wait(self._engine.expire())
         while self._commands:
             self._commands.popleft()()
 
     def _deliver(self, deltas: list[Delta]) -> None:
         """One hand-over per event loop and step, not one per token."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, Delta | SegueError]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, Item]]] = {}
         for delta in deltas:
             inbox = self._inboxes.get(delta.request_id)
             if inbox is None:
@@ -174,7 +286,7 @@ class AsyncEngine:
         command()
 
 
-def _hand_over(loop: asyncio.AbstractEventLoop, items: list[tuple[_Inbox, Delta | SegueError]]) -> bool:
+def _hand_over(loop: asyncio.AbstractEventLoop, items: list[tuple[_Inbox, Item]]) -> bool:
     """False if the loop is no more."""
 
     def put() -> None:

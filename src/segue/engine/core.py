@@ -1,349 +1,254 @@
-"""The engine: one loop, `step() = plan → execute → apply`."""
+"""The engine: its loop, and everything that can be done with a state."""
 
 from __future__ import annotations
 
 import secrets
-from array import array
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from segue.base.clock import Clock, SystemClock
-from segue.base.config import EngineConfig
-from segue.base.errors import EngineClosed, IntegrityError, InvalidRequest, StepFailed
-from segue.base.types import FinishReason, SamplingParams, Scope
-from segue.engine.admission import Prompt, as_prompts, as_token_ids, check_options, check_request
-from segue.engine.executor import Executor, StepPlan, check_result
-from segue.engine.outputs import Completion, Delta, EngineStats, Result
-from segue.engine.scheduler import Produced, Scheduler
-from segue.engine.sequence import Request
-from segue.engine.text import AnswerText, Tokenizer
-from segue.kv import KVManager, Lease
-from segue.policies import FirstComeFirstServed, Policy
-
-
-@dataclass(slots=True)
-class _Active:
-    """A request under way, and what has come of it."""
-
-    request: Request
-    result: Result
-    texts: list[AnswerText | None]
-    unfinished: int  # answers whose last delta is still to come
+from segue.base.errors import StateError, UnknownState
+from segue.base.types import FinishReason
+from segue.engine.handoff import Export, Import
+from segue.engine.loop import EngineLoop, new_request_id
+from segue.engine.outputs import Delta
+from segue.engine.request import At, as_hold, check_at, check_terms
+from segue.engine.sequence import Hold, Sequence
+from segue.engine.transfer import Outgoing
+from segue.engine.turns import position
+from segue.state import Progress, Snapshot, State
+from segue.state.store import SavedState
+from segue.state.store import save as save_snapshot
 
 
-class EngineCore:
-    """Serves requests on any executor: torch on CPU or CUDA, the simulator, or a test's fake.
+class EngineCore(EngineLoop):
+    """Serves requests, and lets their states be held, forked, saved and moved.
 
-    Not thread-safe: one thread calls it. `AsyncEngine` gives it that thread.
+    Not thread-safe: one thread calls it. `AsyncEngine` gives it that thread. `model_fingerprint` keeps KV of different models
+    apart in here; `state_identity`, by default the same, says which engines' states fit each other.
     """
 
-    def __init__(
+    def state(self, state_id: str, *, salt: str = "") -> State:
+        """A state by its id; an error says why there is none."""
+        return self._desk.find(state_id, salt)
+
+    def states(self, *, salt: str = "") -> list[State]:
+        """What a tenant could continue, the least recently used first."""
+        return self._desk.ledger.all(salt)
+
+    def fork(
         self,
-        executor: Executor,
-        config: EngineConfig,
+        parent: State | str,
+        at: At = None,
         *,
-        tokenizer: Tokenizer | None = None,
-        vocab_size: int | None = None,
-        model_fingerprint: str = "",
-        policy: Policy | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.kv = KVManager(config.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
-        self._executor = executor
-        self._vocab_size = vocab_size if vocab_size is not None else (tokenizer.vocab_size if tokenizer else None)
-        self._fingerprint = model_fingerprint
-        self._clock = clock or SystemClock()
-        self._scheduler = Scheduler(config, self.kv, policy or FirstComeFirstServed(), self._clock)
-        self._active: dict[str, _Active] = {}
-        self._arrived: list[Delta] = []  # for the caller of step()
-        self._mail: dict[str, deque[Delta]] = {}  # for those that generate() and stream() follow themselves
-        self._num_steps = self._prompt_tokens = self._reused_tokens = self._generated = 0
-        self._closed = False
-
-    # The loop
-
-    def step(self) -> list[Delta]:
-        """Run one step if there is work; what came for requests made with `submit` since the last call."""
-        self._advance()
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    def _advance(self) -> None:
-        plan = self._scheduler.plan()
-        if not plan.rows:
-            if self._scheduler.num_waiting:
-                raise IntegrityError("requests wait, nothing runs, and none can be admitted")
-            return
-        self._num_steps += 1
+        state_id: str | None = None,
+        salt: str = "",
+        hold: bool | float = True,
+        value: float = 0.0,
+    ) -> State:
+        """A state of its own, with the parent's first `at` tokens and their KV by reference; of a request that runs, where
+        it stands now."""
+        check_at(at)
+        check_terms(hold, value)
+        chosen_id = new_state_id() if state_id is None else state_id
+        self._turns.check_free(chosen_id)
+        terms = as_hold(hold, value)
+        sequence = self._turns.unfinished(parent, salt) if isinstance(parent, str) else None
+        if sequence is None:
+            state = self._desk.find(parent, salt)
+            return self._desk.fork(state, position(at, state), chosen_id, terms)
+        present = self._scheduler.fork(sequence, chosen_id, transient=True)
         try:
-            result = self._executor.execute(plan)
-            check_result(plan, result)
-        except BaseException as error:
-            self._deliver(self._fail(plan, error))
-            if not isinstance(error, Exception):
-                raise  # an interrupt: the step is undone, and the caller hears of it
-            return
-        self._deliver(self._publish(self._scheduler.apply(plan, result)))
+            return self._desk.fork(present, position(at, present), chosen_id, terms)
+        finally:
+            self._desk.release(present)
 
-    def _deliver(self, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            self._mail.get(delta.request_id, self._arrived).append(delta)
+    def hold(
+        self, state: State | str, seconds: float | None = None, *, value: float = 0.0, salt: str | None = None
+    ) -> State:
+        """Keep a state's KV, as far as it is still there, for so long; None: until it is released."""
+        check_terms(True if seconds is None else seconds, value)
+        found = self._find(state, salt)
+        self._desk.hold(found, Hold(seconds, value))
+        return found
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self._scheduler.num_running or self._scheduler.num_waiting)
+    def release(self, state: State | str, *, salt: str | None = None) -> None:
+        """Give up a hold; a second time does nothing. The state stays known, and its KV reusable while memory lasts."""
+        if isinstance(state, State):
+            self._desk.release(state)
+        else:
+            self._desk.release(self._find(state, salt))
 
-    def is_active(self, request_id: str) -> bool:
-        return request_id in self._active
+    def set_lease_quota(self, salt: str, num_blocks: int | None) -> None:
+        """How many blocks one tenant may hold beyond its running requests; None: no limit. Applies to the next hold."""
+        self.kv.leases.quotas[salt] = num_blocks
 
-    # Requests
+    def save(
+        self, state: State | str, path: str | Path, *, salt: str | None = None, note: Mapping[str, Any] | None = None
+    ) -> int:
+        """Write a state, or a request as it stands, to a file; how many bytes. What KV is still there goes with it."""
+        outgoing, done = self.begin_save(state, salt=salt, note=note)
+        try:
+            return save_snapshot(Path(path), outgoing.snapshot, outgoing.read)
+        finally:
+            done()
 
-    def encode(self, prompt: Prompt) -> array[int]:
-        """Token ids of a prompt given as text; ids pass through, checked."""
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidRequest("prompt", "is empty")
-            if self.tokenizer is None:
-                raise InvalidRequest("prompt", "this engine has no tokenizer: pass token ids")
-            return array("i", self.tokenizer.encode(prompt))
-        return as_token_ids(prompt)
+    def begin_save(
+        self, state: State | str, *, salt: str | None = None, note: Mapping[str, Any] | None = None
+    ) -> tuple[Outgoing, Callable[[], None]]:
+        """A snapshot whose chunks can be read between steps, and what to call when they have been."""
+        sequence = self._turns.unfinished(state, salt or "") if isinstance(state, str) else None
+        if sequence is not None:
+            found = self._scheduler.fork(sequence, sequence.state_id, transient=True)
+            found.progress = self._progress(sequence)
+            lease = found.lease
+        else:
+            found = self._find(state, salt)
+            lease = self._desk.grasp(found, found.num_tokens, transient=True)
+        outgoing = self._desk.send(found, lease, note)
+        return outgoing, lambda: self.kv.leases.end(lease) if lease is not None else None
 
-    def submit(
+    def load(self, path: str | Path, **options: Any) -> State:
+        """Bring a saved state back, with its KV; see `begin_load` for the options. A file that is damaged or does not fit
+        changes nothing."""
+        with SavedState.open(Path(path)) as saved:
+            arrival = self.begin_load(saved.snapshot, **options)
+            try:
+                saved.take(arrival.write)
+                return arrival.commit()
+            except BaseException:
+                arrival.abort()
+                raise
+
+    def begin_load(
         self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
+        snapshot: Snapshot,
+        *,
+        state_id: str | None = None,
+        salt: str = "",
+        hold: bool | float = True,
+        value: float = 0.0,
+    ) -> Import[State]:
+        """Make room for a state. It gets `state_id`, or its old id where that is free, or a new one."""
+        self._require_open()
+        check_terms(hold, value)
+        if state_id is not None:
+            self._turns.check_free(state_id)
+        taken = snapshot.id in self._answers or self._desk.ledger.get(snapshot.id) is not None
+        chosen_id = state_id or (new_state_id() if taken else snapshot.id)
+        terms = as_hold(hold, value)
+
+        def keep(state: State) -> State:
+            self._scheduler.keep(state)
+            if terms is None:
+                self._desk.release(state)
+            elif state.lease is not None:
+                self.kv.leases.renew(state.lease, **self._desk.terms(terms))
+            return state
+
+        return Import(self._desk.receive(snapshot, self._turns.scope(salt, snapshot.adapter)), chosen_id, keep)
+
+    def resume(
+        self,
+        state: State | str,
+        *,
+        request_id: str | None = None,
+        salt: str | None = None,
+        hold: bool | float = False,
+        value: float = 0.0,
+        consume: bool = False,
+    ) -> str:
+        """Let a request that was saved unfinished go on as if it had never stopped; its id. Its result has the whole
+        answer, its deltas are those that were not seen yet."""
+        self._require_open()
+        check_terms(hold, value)
+        found = self._find(state, salt)
+        chosen_id = request_id or new_request_id()
+        self._turns.check_free(chosen_id)
+        return self._resume(found, chosen_id, as_hold(hold, value), consume=consume)
+
+    def _resume(self, state: State, request_id: str, hold: Hold | None, *, consume: bool) -> str:
+        turn = self._turns.resumed(state, request_id, hold, consume=consume)
+        self._answers.open(turn, state.progress)
+        self._scheduler.submit(turn)
+        return request_id
+
+    # To and from other engines
+
+    def export_request(self, request_id: str, *, salt: str = "") -> Export:
+        """Stop a request where it stands and offer it to another engine. It goes on here after `abort()`, and is gone
+        from here after `commit()`."""
+        sequence = self._turns.unfinished(request_id, salt)
+        active = self._answers.get(request_id)
+        if sequence is None or active is None:
+            raise UnknownState(f"no request {request_id!r} is running")
+        if active.export is not None:
+            raise StateError(f"{request_id!r} is on its way to another engine already")
+        progress = self._progress(sequence)
+        state = self._scheduler.park(sequence)
+        state.progress = progress
+        active.export = Export(self, self._scheduler, sequence, state, self._desk.send(state, state.lease))
+        return active.export
+
+    def missing(self, snapshot: Snapshot, *, salt: str = "") -> range:
+        """Which chunks of a snapshot would have to be shipped here: the others are in memory."""
+        return self._desk.missing(snapshot, self._turns.scope(salt, snapshot.adapter))
+
+    def import_request(
+        self,
+        snapshot: Snapshot,
         *,
         request_id: str | None = None,
         salt: str = "",
-        job_id: str | None = None,
-        hold: bool = False,
-    ) -> str:
-        """Queue a request and return its id. A request that could never run is refused here. With `hold`, each
-        answer's KV is leased when it ends (`Completion.lease`)."""
-        if self._closed:
-            raise EngineClosed("the engine is closed")
-        params = SamplingParams() if params is None else params
-        check_options(params, request_id=request_id, salt=salt, job_id=job_id, hold=hold)
-        tokens = self.encode(prompt)
-        check_request(tokens, params, self.config, self._vocab_size)
-        if request_id is None:
-            request_id = new_request_id()
-        if request_id in self._active:
-            raise InvalidRequest("request_id", f"{request_id!r} is already running")
-        request = Request(
-            request_id,
-            tokens,
-            params,
-            Scope(salt=salt, model=self._fingerprint),
-            secrets.randbits(62) if params.seed is None else params.seed,
-            self._clock.now(),
-            frozenset(self.tokenizer.eos_ids) if self.tokenizer else frozenset(),
-            job_id,
-            hold,
-        )
-        self._scheduler.submit(request)
-        completions = [Completion(index) for index in range(params.n)]
-        result = Result(request_id, list(tokens), completions, request.arrived_at)
-        self._active[request_id] = _Active(request, result, [self._text(params) for _ in completions], params.n)
-        self._prompt_tokens += len(tokens)
-        return request_id
+        hold: bool | float = False,
+        value: float = 0.0,
+    ) -> Import[str]:
+        """Make room for a request from another engine. Refused here, before any change, if it cannot run."""
+        self._require_open()
+        check_terms(hold, value)
+        chosen_id = snapshot.id if request_id is None else request_id
+        self._turns.check_free(chosen_id)
+        self._turns.checked_progress(snapshot.progress, snapshot.tokens)
+        incoming = self._desk.receive(snapshot, self._turns.scope(salt, snapshot.adapter))
+        terms = as_hold(hold, value)
+        return Import(incoming, chosen_id, lambda state: self._resume(state, chosen_id, terms, consume=True))
 
-    def abort(self, request_id: str) -> bool:
-        """End a request and free its memory. False if it is not running."""
-        active = self._active.get(request_id)
-        if active is None:
-            return False
-        self._scheduler.abort(active.request)
-        self._retire(active)
-        return True
+    def end_export(self, export: Export, successor: Iterator[Delta] | None) -> None:
+        """The other engine has the request: nothing is left of it here but its caller's stream."""
+        active = self._answers.get(export.request_id)
+        assert active is not None
+        self._answers.retire(active)
+        if successor is not None and export.request_id in self._mail:
+            active.result.finished_at = None
+            self._moved[export.request_id] = successor
+        else:
+            delta = Delta(export.request_id, 0, (), "", (), FinishReason.MOVED)
+            active.result.completions[0].add(delta)
+            self._deliver([delta])
+        self._tell_orphans()
 
-    def release(self, lease: Lease) -> None:
-        """Give up a hold; a second time does nothing."""
-        self.kv.drop(lease)
+    def withdraw_export(self, export: Export) -> None:
+        active = self._answers.get(export.request_id)
+        assert active is not None
+        active.export = None
 
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        hold: bool = False,
-    ) -> list[Result]:
-        """Answer one prompt or many, batched together; results in the order of the prompts."""
-        many = as_prompts(prompts)
-        each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else params
-        if len(each) != len(many):
-            raise InvalidRequest("params", f"{len(each)} for {len(many)} prompts")
-        results: list[Result] = []
-        try:
-            for prompt, own in zip(many, each, strict=True):
-                results.append(self._follow(self.submit(prompt, own, hold=hold)))
-            for result in results:
-                while result.finished_at is None:
-                    self._advance()
-                if result.error is not None:
-                    raise result.error
-            return results
-        except BaseException:
-            for completion in (completion for result in results for completion in result.completions):
-                if completion.lease is not None:
-                    self.release(completion.lease)
-            raise
-        finally:
-            for result in results:
-                self._unfollow(result.request_id)
+    def _progress(self, sequence: Sequence) -> Progress:
+        """The limit that was in force here goes along, so that the answer ends where it would have."""
+        params, active = sequence.turn.params, self._answers.get(sequence.turn.id)
+        assert active is not None
+        most = params.max_tokens if params.max_tokens is not None else sequence.limit - sequence.num_prompt
+        done = active.result.completions[sequence.index].logprobs
+        logprobs = tuple((entry.chosen, entry.rank, entry.top) for entry in done)
+        return Progress(replace(params, n=1, max_tokens=most), sequence.sampling.seed, sequence.num_prompt, logprobs)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
-        """Answer one prompt as tokens come; see `submit` for the options. Closing the stream frees the request."""
-        return Stream(self, self._follow(self.submit(prompt, params, **options)))
-
-    def _follow(self, request_id: str) -> Result:
-        self._mail[request_id] = deque()
-        return self._active[request_id].result
-
-    def _unfollow(self, request_id: str) -> None:
-        if self._mail.pop(request_id, None) is not None:
-            self.abort(request_id)
-
-    def _next_delta(self, result: Result) -> Delta | None:
-        """The next one of a request that is followed, running the engine as far as needed; None after the last."""
-        mail = self._mail.get(result.request_id)
-        while mail is not None and not mail and result.finished_at is None:
-            self._advance()
-        return mail.popleft() if mail else None
-
-    # Operation
-
-    def stats(self) -> EngineStats:
-        return EngineStats(
-            self._num_steps,
-            self._scheduler.num_running,
-            self._scheduler.num_waiting,
-            self._scheduler.num_preemptions,
-            self._prompt_tokens,
-            self._reused_tokens,
-            self._generated,
-            self.kv.usage,
-            self.kv.num_leased,
-        )
-
-    def forget(self) -> None:
-        """Empty the prefix cache; leases and running requests keep theirs."""
-        self.kv.forget()
-
-    def check(self) -> None:
-        """Raise `IntegrityError` if the KV core broke a promise."""
-        self.kv.check()
-
-    def close(self) -> None:
-        for request_id in list(self._active):
-            self.abort(request_id)
-        if not self._closed:
-            self._closed = True
-            self._executor.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # Inside
-
-    def _text(self, params: SamplingParams) -> AnswerText | None:
-        if self.tokenizer is None:
-            return None
-        return AnswerText(self.tokenizer.answer_stream(), params.stop, params.include_stop, params.min_tokens)
-
-    def _publish(self, produced: list[Produced]) -> list[Delta]:
-        now = self._clock.now()
-        self._generated += len(produced)
-        deltas = []
-        for sequence, token, logprobs in produced:
-            active = self._active[sequence.request.id]
-            if active.result.first_token_at is None:
-                active.result.first_token_at = now
-            text = active.texts[sequence.index]
-            piece = self._push(text, token, sequence.finish_reason, sequence.sampling.params) if text else ""
-            if text is not None and text.stopped:
-                self._scheduler.finish(sequence, FinishReason.STOP)
-                sequence.finish_reason = FinishReason.STOP
-            if text is not None and sequence.finish_reason is not None:
-                piece += text.flush()
-            chosen = (logprobs,) if logprobs is not None else ()
-            reason = sequence.finish_reason
-            delta = Delta(sequence.request.id, sequence.index, (token,), piece, chosen, reason, lease=sequence.lease)
-            deltas.append(delta)
-            self._record(active, delta)
-        return deltas
-
-    def _push(self, text: AnswerText, token: int, reason: FinishReason | None, params: SamplingParams) -> str:
-        """A token that ends the answer by being itself (eos, stop token) is not part of its text."""
-        hidden = reason is FinishReason.STOP and not params.include_stop
-        return "" if hidden else text.push(token)
-
-    def _record(self, active: _Active, delta: Delta) -> None:
-        completion = active.result.completions[delta.index]
-        completion.token_ids += delta.token_ids
-        completion.text += delta.text
-        completion.logprobs += delta.logprobs
-        if delta.finish_reason is not None:
-            sequence = active.request.sequences[delta.index]
-            completion.finish_reason = delta.finish_reason
-            completion.num_reused = sequence.num_reused or 0
-            completion.lease = sequence.lease
-            active.unfinished -= 1
-            if not active.unfinished:
-                self._retire(active)
-
-    def _retire(self, active: _Active) -> None:
-        active.result.finished_at = self._clock.now()
-        self._reused_tokens += active.request.sequences[0].num_reused or 0
-        del self._active[active.request.id]
-
-    def _fail(self, plan: StepPlan, cause: BaseException) -> list[Delta]:
-        error = StepFailed(f"the step failed: {type(cause).__name__}: {cause}")
-        error.__cause__ = cause
-        deltas = []
-        for sequence in self._scheduler.fail(plan, error):
-            request_id = sequence.request.id
-            deltas.append(Delta(request_id, sequence.index, (), "", (), FinishReason.ERROR, error))
-            if active := self._active.get(request_id):
-                active.result.error = error
-                self._retire(active)
-        return deltas
+    def _find(self, state: State | str, salt: str | None) -> State:
+        """By id in the caller's scope; a state object speaks for its own scope."""
+        if salt is None:
+            salt = state.scope.salt if isinstance(state, State) else ""
+        return self._desk.find(state, salt)
 
 
-class Stream:
-    """One request's deltas as they come. Ends by itself, or by `close()`, which frees the request."""
-
-    def __init__(self, engine: EngineCore, result: Result) -> None:
-        self._engine = engine
-        self.result = result
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Delta:
-        delta = self._engine._next_delta(self.result)
-        if delta is None:
-            self.close()
-            raise StopIteration
-        if delta.error is not None:
-            self.close()
-            raise delta.error
-        return delta
-
-    def close(self) -> None:
-        self._engine._unfollow(self.result.request_id)
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def new_request_id() -> str:
-    """An id that no other request has."""
-    return f"req-{secrets.token_hex(8)}"
+def new_state_id() -> str:
+    """An id that no other state has."""
+    return f"state-{secrets.token_hex(8)}"

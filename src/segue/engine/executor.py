@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from segue.engine.sequence import Sampling
-from segue.kv import Copy
+from segue.kv import Copy, KVLayout
 
 
 class Row(NamedTuple):
@@ -66,6 +66,19 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult:
         """Write the KV of every row's positions and sample. If it raises, the step's requests fail and no other:
         it must leave blocks outside the plan's written positions as they were."""
+        ...
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """What the KV of a token looks like outside: the same for every engine that runs this model at this precision."""
+        ...
+
+    def read_kv(self, blocks: Seq[int], start: int, stop: int, out: memoryview) -> None:
+        """Copy the KV of positions `start … stop-1` of a sequence with these blocks into `out`, in logical order."""
+        ...
+
+    def write_kv(self, blocks: Seq[int], start: int, stop: int, data: memoryview, first: int, last: int) -> None:
+        """`data` is the KV of positions `start … stop-1` in logical order: store that of `first … last-1`."""
         ...
 
     def close(self) -> None: ...

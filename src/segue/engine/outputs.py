@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from segue.base.errors import SegueError
 from segue.base.types import FinishReason
 from segue.engine.executor import TokenLogprobs
-from segue.kv import Lease
+from segue.engine.sequence import Reuse
+from segue.state import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,20 +23,31 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     error: SegueError | None = None
-    lease: Lease | None = None  # with the last one, if the request asked for a hold
+    state: State | None = None  # with the last one, if the answer ended well
+    reuse: Reuse | None = None  # with the last one
 
 
 @dataclass(slots=True)
 class Completion:
-    """One answer. `num_reused` counts the prompt tokens whose KV was there already: the rest were prefilled."""
+    """One answer, and the state it left, which can be continued. A request that came from another engine or from disk has
+    all its tokens here, also those from before."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    num_reused: int = 0
-    lease: Lease | None = None
+    reuse: Reuse = field(default_factory=Reuse)
+    state: State | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.token_ids += delta.token_ids
+        self.text += delta.text
+        self.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            self.state = delta.state
+            self.reuse = delta.reuse or self.reuse
 
 
 @dataclass(slots=True)
@@ -42,7 +55,7 @@ class Result:
     """A finished request. Times are seconds on the engine's clock."""
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt: array[int]  # a continuation's includes its parent's tokens
     completions: list[Completion]
     arrived_at: float
     first_token_at: float | None = None
@@ -58,9 +71,21 @@ class Result:
         return self.completions[0].token_ids
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.prompt.tolist()
+
+    @property
+    def state(self) -> State | None:
+        return self.completions[0].state
+
+    @property
+    def reuse(self) -> Reuse:
+        return self.completions[0].reuse
+
+    @property
     def num_prefilled(self) -> int:
-        """Prompt tokens that had to be computed."""
-        return len(self.prompt_token_ids) - self.completions[0].num_reused
+        """Tokens that had to be computed before the first one could be sampled."""
+        return self.reuse.recomputed + self.reuse.new
 
     @property
     def first_token_seconds(self) -> float | None:
@@ -76,7 +101,10 @@ class EngineStats:
     num_waiting: int
     num_preemptions: int
     prompt_tokens: int
-    reused_tokens: int
+    reused_tokens: int  # of the prompts': found in memory,
+    held_tokens: int  # of those: under a parent's lease
+    recomputed_tokens: int  # had KV once and lost it
     generated_tokens: int
     kv_usage: float
     leased_blocks: int
+    num_states: int

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from math import inf
+from typing import Any, NamedTuple
 
 from segue.base.clock import Clock
 from segue.base.config import EngineConfig
+from segue.base.errors import InvalidRequest, ParentFailed, SegueError
 from segue.base.types import FinishReason
+from segue.engine.admission import check_lengths
 from segue.engine.executor import Row, StepPlan, StepResult, TokenLogprobs
-from segue.engine.sequence import Request, Sequence, Status
+from segue.engine.sequence import Heir, Hold, Sequence, Status, Turn
 from segue.engine.waiting import WaitingQueue
-from segue.kv import BlockTable, Copy, KVManager, Reservation
+from segue.kv import BlockTable, Copy, KVManager, Match, Reservation
 from segue.policies import Policy
+from segue.state import State, StateLedger
 
 
 class Produced(NamedTuple):
@@ -22,15 +26,33 @@ class Produced(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
+class Orphan(NamedTuple):
+    """A turn that waited for its parent in vain."""
+
+    turn: Turn
+    error: SegueError
+
+
+_WHY_GONE = {
+    FinishReason.ABORT: "was aborted",
+    FinishReason.ERROR: "failed",
+    FinishReason.MOVED: "was moved to another engine",
+}
+
+
 class Scheduler:
     """There are no phases: each step lets every sequence's `num_computed` catch up with its tokens, within a budget.
 
     Prefill in chunks, prefix hits, forks and resuming after preemption are all this one rule.
     """
 
-    def __init__(self, config: EngineConfig, kv: KVManager, policy: Policy, clock: Clock) -> None:
+    def __init__(
+        self, config: EngineConfig, kv: KVManager, policy: Policy, clock: Clock, states: StateLedger | None = None
+    ) -> None:
         self.config = config
         self.kv = kv
+        self.states = states or StateLedger(config.max_states, config.max_state_bytes)
+        self.orphans: list[Orphan] = []  # heirs that will never run; the engine tells their callers and empties this
         self.num_preemptions = 0
         self._policy = policy
         self._clock = clock
@@ -47,22 +69,26 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
-    def submit(self, request: Request) -> None:
-        """Queue a request that was found to fit. Its first answer computes the prompt, the others share it."""
-        params = request.params
+    def submit(self, turn: Turn) -> None:
+        """Queue a turn that was found to fit. Its first answer computes the prompt, the others share it."""
+        params = turn.params
         limit = self.config.max_sequence_len
         if params.max_tokens is not None:
-            limit = min(limit, len(request.prompt) + params.max_tokens)
+            limit = min(limit, len(turn.prompt) + params.max_tokens)
         for index in range(params.n):
             self._next_id += 1
-            request.sequences.append(Sequence(self._next_id, index, request, limit))
-        self._wait(request.sequences[0])
+            turn.sequences.append(Sequence(self._next_id, index, turn, limit))
+        if turn.parent is not None and turn.parent.lease is not None and turn.parent.num_held:
+            turn.expects = turn.parent.lease
+            self.kv.leases.await_heir(turn.expects)
+        self._wait(turn.sequences[0])
 
     # Before a step
 
     def plan(self) -> StepPlan:
         """Decide the next step. It reserves, which `fail` undoes; it may preempt and take back leases, which stays."""
         self._now = self._clock.now()
+        self.kv.leases.expire(self._now)
         rows: dict[int, Row] = {}
         copies: dict[int, Copy] = {}
         preempted_before = self.num_preemptions
@@ -121,7 +147,7 @@ class Scheduler:
             if sequence is None:
                 return
             if sequence.table is None:
-                sequence.table = self.kv.open(sequence.tokens, sequence.request.scope)
+                sequence.table = self.kv.open(sequence.tokens, sequence.turn.scope, _known_keys(sequence, self.kv))
             reservation = self._seat(sequence, sequence.table)
             if reservation is None:
                 return
@@ -134,8 +160,12 @@ class Scheduler:
     def _seat(self, sequence: Sequence, table: BlockTable) -> Reservation | None:
         """Give a waiting sequence blocks for all its tokens, reusing what is there, and let it run. None, and no
         change, if there is no room for it beside the running ones, each of which may need a block before long."""
-        match = self.kv.match(table, sequence.tokens)
-        reservation = self.kv.admit(table, match, len(sequence.tokens), headroom=len(self._running), now=self._now)
+        turn, parent = sequence.turn, sequence.turn.parent
+        match, from_lease = self._find(sequence, table)
+        consumed = parent.lease if turn.consume and parent is not None and parent.num_held else None
+        reservation = self.kv.admit(
+            table, match, len(sequence.tokens), headroom=len(self._running), now=self._now, consumed=consumed
+        )
         if reservation is None:
             return None
         self._waiting.remove(sequence)
@@ -144,7 +174,30 @@ class Scheduler:
         sequence.num_computed = reservation.num_reused
         if sequence.num_reused is None:
             sequence.num_reused = reservation.num_reused
+            sequence.num_from_lease = min(from_lease, reservation.num_reused)
+        self._settle_expected(turn)
         return reservation
+
+    def _find(self, sequence: Sequence, table: BlockTable) -> tuple[Match, int]:
+        """The KV there is for a sequence, and how much of it its parent's lease has. The index is asked only where
+        there is no lease or it has shrunk."""
+        turn = sequence.turn
+        parent = turn.parent
+        if parent is None or parent.lease is None or not parent.num_held:
+            return self.kv.match(table, sequence.tokens), 0
+        most = min(turn.num_shared, len(sequence.tokens) - 1)
+        held = self.kv.held(parent.lease, most)
+        if held.num_tokens < min(most, parent.num_computed):
+            found = self.kv.match(table, sequence.tokens)
+            if found.num_tokens > held.num_tokens:
+                return found, held.num_tokens
+        return held, held.num_tokens
+
+    def _settle_expected(self, turn: Turn) -> None:
+        """The lease a turn waited to continue from is needed for it no longer."""
+        if (lease := turn.expects) is not None:
+            turn.expects = None
+            self.kv.leases.heir_settled(lease)
 
     # After a step
 
@@ -179,7 +232,7 @@ class Scheduler:
         for itself to sample from. Those beyond `max_running` queue, and find the prompt in the index."""
         assert first.table is not None
         shared = first.num_prompt - 1
-        for sequence in first.request.sequences[1:]:
+        for sequence in first.turn.sequences[1:]:
             if len(self._running) >= self.config.max_running:
                 self._wait(sequence)
                 continue
@@ -193,41 +246,157 @@ class Scheduler:
         earlier steps computed stays in the index."""
         for copy in plan.copies:
             self.kv.settle(copy)
-        requests = dict.fromkeys(self._running[row.sequence_id].request for row in plan.rows)
-        ended = [seq for request in requests for seq in request.sequences if seq.status is not Status.FINISHED]
+        turns = dict.fromkeys(self._running[row.sequence_id].turn for row in plan.rows)
+        ended = [sequence for turn in turns for sequence in turn.sequences if sequence.status is not Status.FINISHED]
         for sequence in ended:
             self.finish(sequence, FinishReason.ERROR, error)
         return ended
 
-    def abort(self, request: Request) -> None:
-        for sequence in request.sequences:
+    def abort(self, turn: Turn) -> None:
+        for sequence in turn.sequences:
             self.finish(sequence, FinishReason.ABORT)
+        if turn.awaits is not None:
+            turn.awaits.heirs = [heir for heir in turn.awaits.heirs if heir.turn is not turn]
+        if not turn.sequences:
+            self.states.note_failure(turn.id, turn.scope, _WHY_GONE[FinishReason.ABORT])
+        self._disinherit(turn, None, _WHY_GONE[FinishReason.ABORT])
 
     def finish(self, sequence: Sequence, reason: FinishReason, error: Exception | None = None) -> None:
-        """End a sequence between steps, whatever it was doing; a second time does nothing."""
+        """End a sequence between steps, whatever it was doing; a second time does nothing. One that ends well leaves a
+        state, and its heirs go on from it."""
         if sequence.status is Status.FINISHED:
             return
         self._waiting.remove(sequence)
         self._running.pop(sequence.id, None)
+        self._settle_expected(sequence.turn)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.error = error
-        if sequence.table is None:
-            return
-        if error is None:
-            self.kv.commit_tail(sequence.table, sequence.tokens, sequence.num_computed)
-        if sequence.request.hold and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._hold(sequence, sequence.table)
-        self.kv.close(sequence.table)
+        table = sequence.table
+        if table is not None and error is None:
+            self.kv.commit_tail(table, sequence.tokens, sequence.num_computed)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._leave_state(sequence)
+        else:
+            self.states.note_failure(sequence.state_id, sequence.turn.scope, _WHY_GONE[reason])
+            self._disinherit(sequence.turn, sequence.index, _WHY_GONE[reason])
+        if table is not None:
+            self.kv.close(table)
 
-    def _hold(self, sequence: Sequence, table: BlockTable) -> None:
+    # States
+
+    def keep(self, state: State) -> State:
+        """Enter a state into the ledger; what that pushes out of it loses its lease."""
+        for given_up in self.states.add(state):
+            if given_up.lease is not None:
+                self.kv.leases.end(given_up.lease)
+        return state
+
+    def _leave_state(self, sequence: Sequence) -> None:
         """n tokens, KV for the `num_computed` of them that were fed: the last sampled one never was."""
-        job = sequence.request.job_id
-        sequence.lease = self.kv.hold(table, sequence.tokens, sequence.num_computed, job=job)
+        turn, table = sequence.turn, sequence.table
+        heirs = [heir for heir in turn.heirs if heir.index == sequence.index]
+        lease = None
+        if table is not None and (turn.hold is not None or heirs):
+            lease = self.kv.hold(table, sequence.num_computed, job=turn.job_id, **self._terms(turn.hold))
+        keys = table.keys if table is not None else []
+        sequence.state = self.keep(
+            State(
+                sequence.state_id,
+                turn.scope,
+                sequence.tokens,
+                keys,
+                sequence.num_computed,
+                job=turn.job_id,
+                lease=lease,
+            )
+        )
+        for heir in heirs:
+            self._endow(heir, sequence.state)
+        if lease is not None and lease.transient and not lease.num_heirs:
+            self.kv.leases.end(lease)  # none of them could use it
+
+    def _terms(self, hold: Hold | None) -> dict[str, Any]:
+        if hold is None:
+            return {"transient": True}
+        expires_at = None if hold.seconds is None else self._clock.now() + hold.seconds
+        return {"expires_at": expires_at, "value": hold.value}
+
+    # Heirs: turns whose parent has not ended yet
+
+    def await_parent(self, heir: Heir) -> None:
+        heir.turn.awaits = heir.parent
+        heir.parent.heirs.append(heir)
+
+    def _endow(self, heir: Heir, state: State) -> None:
+        """The parent has ended well: the heir's prompt is what it left, and the suffix."""
+        turn = heir.turn
+        at = state.num_tokens if heir.at is None else heir.at
+        try:
+            if at > state.num_tokens:
+                raise InvalidRequest("at", f"{at} is past the end of the parent, which has {state.num_tokens} tokens")
+            check_lengths(at + len(turn.prompt), turn.params, self.config)
+        except InvalidRequest as error:
+            self._orphan(turn, error)
+            return
+        turn.awaits, turn.parent, turn.num_shared = None, state, at
+        turn.prompt = state.tokens[:at] + turn.prompt
+        self.submit(turn)
+
+    def _disinherit(self, turn: Turn, index: int | None, why: str) -> None:
+        """The heirs of one answer, or of all, will never run."""
+        lost = [heir for heir in turn.heirs if index is None or heir.index == index]
+        turn.heirs = [heir for heir in turn.heirs if heir not in lost]
+        for heir in lost:
+            if not heir.turn.sequences:
+                self._orphan(heir.turn, ParentFailed(f"its parent {turn.id!r} {why}"))
+
+    def _orphan(self, turn: Turn, error: SegueError) -> None:
+        turn.awaits = None
+        self.states.note_failure(turn.id, turn.scope, _WHY_GONE[FinishReason.ERROR])
+        self.orphans.append(Orphan(turn, error))
+        self._disinherit(turn, None, _WHY_GONE[FinishReason.ERROR])
+
+    # On the way to another engine
+
+    def fork(self, sequence: Sequence, state_id: str, **terms: Any) -> State:
+        """A running or waiting sequence as it stands between two steps, with a lease on its KV; it goes on itself."""
+        table, turn = sequence.table, sequence.turn
+        lease = (
+            self.kv.hold(table, sequence.num_computed, **terms) if table is not None and sequence.num_computed else None
+        )
+        keys = table.keys[:] if table is not None else []
+        return State(
+            state_id, turn.scope, sequence.tokens[:], keys, sequence.num_computed, job=turn.job_id, lease=lease
+        )
+
+    def park(self, sequence: Sequence) -> State:
+        """Take a sequence out of the steps; its KV stays under a lease, which may shrink like any other."""
+        self._waiting.remove(sequence)
+        self._running.pop(sequence.id, None)
+        sequence.status = Status.PARKED
+        state = self.fork(sequence, sequence.state_id, value=inf)
+        if sequence.table is not None:
+            self.kv.commit_tail(sequence.table, sequence.tokens, sequence.num_computed)
+            self.kv.clear(sequence.table)
+        sequence.num_computed = 0
+        return state
+
+    def unpark(self, sequence: Sequence, state: State) -> None:
+        """Let a parked sequence go on here, from as much of its KV as is left."""
+        turn = sequence.turn
+        turn.parent, turn.num_shared, turn.consume = state, state.num_tokens, True
+        self._wait(sequence)
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
         self._waiting.push(sequence, self._policy.order(sequence.view(), self._clock.now()))
+
+
+def _known_keys(sequence: Sequence, kv: KVManager) -> list[int]:
+    """Chain keys that a continuation's parent has worked out already."""
+    turn = sequence.turn
+    return turn.parent.keys[: turn.num_shared // kv.block_size] if turn.parent is not None else []
 
 
 def _row(sequence: Sequence, table: BlockTable, stop: int) -> Row:

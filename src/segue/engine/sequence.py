@@ -9,6 +9,7 @@ from enum import Enum
 from segue.base.types import FinishReason, SamplingParams, Scope
 from segue.kv import BlockTable, Lease
 from segue.policies import TurnView
+from segue.state import State
 
 _MASK = 2**63 - 1
 
@@ -24,15 +25,46 @@ class Sampling:
     stop_ids: frozenset[int]  # end the sequence; not to be sampled before min_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Where the tokens a request started with came from.
+
+    `held` were taken from the parent's lease, `cached` found in the prefix cache; `recomputed` had KV once and lost it;
+    `new` never had any: the suffix, and a parent's last token, which was sampled and not fed.
+    """
+
+    held: int = 0
+    cached: int = 0
+    recomputed: int = 0
+    new: int = 0
+
+    @property
+    def inherited(self) -> int:
+        return self.held + self.cached
+
+
 class Status(Enum):
     WAITING = "waiting"  # holds no blocks
     RUNNING = "running"
+    PARKED = "parked"  # on its way to another engine: takes no part in steps, its KV is under a lease
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """How long a finished answer's KV is kept, and how dear it is; None is: until released."""
+
+    seconds: float | None
+    value: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
-class Request:
-    """One call for `params.n` answers to a prompt."""
+class Turn:
+    """One request under way: a call for `params.n` answers to a prompt.
+
+    The first `num_shared` tokens of a continuation's prompt are its `parent`'s. An heir, whose parent still runs, has only its
+    suffix for a prompt until then. A turn that came from another engine or from disk brings the `output` it had.
+    """
 
     id: str
     prompt: array[int]
@@ -42,8 +74,25 @@ class Request:
     arrived_at: float
     eos_ids: frozenset[int] = frozenset()
     job_id: str | None = None
-    hold: bool = False
+    hold: Hold | None = None
+    parent: State | None = None
+    num_shared: int = 0
+    consume: bool = False
+    output: array[int] = field(default_factory=lambda: array("i"))
     sequences: list[Sequence] = field(default_factory=list)
+    heirs: list[Heir] = field(default_factory=list)
+    awaits: Turn | None = None  # an heir's parent
+    expects: Lease | None = None  # the lease that waits for this turn's first run
+
+
+@dataclass(frozen=True, slots=True)
+class Heir:
+    """A turn that goes on from the end, or from token `at`, of an answer that is not finished yet."""
+
+    turn: Turn
+    parent: Turn
+    index: int
+    at: int | None
 
 
 class Sequence:
@@ -58,39 +107,56 @@ class Sequence:
         "finish_reason",
         "id",
         "index",
-        "lease",
         "limit",
         "num_computed",
+        "num_from_lease",
         "num_preemptions",
         "num_prompt",
         "num_reused",
-        "request",
         "sampling",
+        "state",
         "status",
         "table",
         "tokens",
+        "turn",
     )
 
-    def __init__(self, sequence_id: int, index: int, request: Request, limit: int) -> None:
-        params = request.params
-        eos = frozenset() if params.ignore_eos else request.eos_ids
+    def __init__(self, sequence_id: int, index: int, turn: Turn, limit: int) -> None:
+        params = turn.params
+        eos = frozenset() if params.ignore_eos else turn.eos_ids
         self.id = sequence_id
         self.index = index
-        self.request = request
-        self.tokens: array[int] = request.prompt[:]
-        self.num_prompt = len(self.tokens)
+        self.turn = turn
+        self.tokens: array[int] = turn.prompt + turn.output
+        self.num_prompt = len(turn.prompt)
         self.num_computed = 0
         self.limit = limit
         self.sampling = Sampling(
-            params, sample_seed(request.seed, index), self.num_prompt, eos | frozenset(params.stop_token_ids)
+            params, sample_seed(turn.seed, index), self.num_prompt, eos | frozenset(params.stop_token_ids)
         )
         self.table: BlockTable | None = None
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
-        self.lease: Lease | None = None
+        self.state: State | None = None  # what it left, once it has finished well
         self.num_preemptions = 0
-        self.num_reused: int | None = None  # prompt tokens whose KV was there already; None before it first runs
+        self.num_reused: int | None = None  # tokens whose KV was there when it first ran; None before
+        self.num_from_lease = 0  # those of them that the parent's lease had
+
+    @property
+    def state_id(self) -> str:
+        """What its state will be called: as the request, or request/index where there are several answers."""
+        return self.turn.id if self.turn.params.n == 1 else f"{self.turn.id}/{self.index}"
+
+    def reuse(self) -> Reuse:
+        """Where the tokens it started with came from. Zeros before it first ran."""
+        turn, reused = self.turn, self.num_reused
+        if reused is None:
+            return Reuse()
+        once = min(turn.parent.num_computed, turn.num_shared) if turn.parent is not None else 0
+        recomputed = max(once - reused, 0)
+        new = self.num_prompt + len(turn.output) - reused - recomputed
+        return Reuse(self.num_from_lease, reused - self.num_from_lease, recomputed, new)
 
     @property
     def output(self) -> array[int]:
@@ -104,11 +170,11 @@ class Sequence:
         return FinishReason.LENGTH if length >= self.limit else None
 
     def view(self) -> TurnView:
-        request = self.request
+        turn = self.turn
         return TurnView(
             self.id,
-            request.job_id,
-            request.arrived_at,
+            turn.job_id,
+            turn.arrived_at,
             self.num_prompt,
             len(self.tokens),
             self.num_computed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,31 @@ class Leased:
 
 
 @dataclass(frozen=True, slots=True)
+class Renewed:
+    """A lease has other terms from now on."""
+
+    lease_id: int
+    expires_at: float | None
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
 class Revoked:
-    """A lease lost `num_blocks` from its tail because running work needed memory."""
+    """A lease lost `num_blocks` from its tail: other work needed memory, or its tenant was over quota."""
 
     lease_id: int
     num_blocks: int
+    why: Literal["pressure", "quota"] = "pressure"
 
 
-KVEvent = Stored | Removed | Leased | Revoked
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A lease gave up the `num_blocks` it still held."""
+
+    lease_id: int
+    num_blocks: int
+    why: Literal["released", "expired", "continued"]
+
+
+KVEvent = Stored | Removed | Leased | Renewed | Revoked | Ended
 Observer = Callable[[KVEvent], None]

@@ -25,6 +25,7 @@ class Match:
     tail_block: int | None
     tail_tokens: int
     num_tokens: int
+    indexed: bool = True  # the full blocks are in the index, each below the one before
 
 
 class PrefixIndex:
@@ -36,7 +37,7 @@ class PrefixIndex:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self._block_of_key: dict[int, int] = {}
         self._children: dict[Parent, list[int]] = {}  # sorted by their tokens, which differ
         self.parent: list[Parent | None] = [None] * num_blocks  # None: the block is not indexed
@@ -49,7 +50,7 @@ class PrefixIndex:
         tokens   |---- full blocks hit ----|-- tail --|------ to compute ------|
                  0                    n*block_size  num_tokens             len(tokens)
         """
-        size = self._block_size
+        size = self.block_size
         limit = len(tokens) - 1
         most = limit // size
         blocks = self._match_full(keys[:most], tokens[: most * size].tobytes(), scope)
@@ -63,7 +64,7 @@ class PrefixIndex:
         do not."""
         found = list(map(self._block_of_key.get, keys))
         blocks = cast("list[int]", found[: found.index(None)] if None in found else found)
-        step = self._block_size * TOKEN_BYTES
+        step = self.block_size * TOKEN_BYTES
         parents: list[Parent] = [scope, *blocks]
         while blocks:
             if [self.parent[block] for block in blocks] == parents[: len(blocks)]:
@@ -74,7 +75,7 @@ class PrefixIndex:
         return blocks
 
     def _num_true(self, blocks: Sequence[int], parents: Sequence[Parent], data: bytes) -> int:
-        step = self._block_size * TOKEN_BYTES
+        step = self.block_size * TOKEN_BYTES
         for at, block in enumerate(blocks):
             if self.parent[block] != parents[at] or self.tokens[block] != data[at * step : (at + 1) * step]:
                 return at

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from segue.base.errors import IntegrityError
+from segue.base.types import Scope
 from segue.kv.hashing import TOKEN_BYTES
 from segue.kv.index import PrefixIndex
-from segue.kv.leases import Lease
+from segue.kv.leases import Leases
 from segue.kv.pool import NULL_BLOCK, BlockPool
 from segue.kv.tables import BlockTable
 
@@ -17,7 +18,7 @@ def verify(
     pool: BlockPool,
     index: PrefixIndex,
     tables: Iterable[BlockTable],
-    leases: Iterable[Lease],
+    leases: Leases,
     copy_sources: Counter[int],
 ) -> None:
     tables = list(tables)
@@ -27,6 +28,7 @@ def verify(
         _check_table(table, index)
     for lease in leases:
         held.update(lease.blocks)
+    _check_leases(leases, index)
     _check_pool(pool, held)
     _check_index(pool, index)
 
@@ -47,6 +49,21 @@ def _check_table(table: BlockTable, index: PrefixIndex) -> None:
         _require(index.key[block] == table.keys[at], f"block {block} is not indexed under its table's key")
         before = table.blocks[at - 1] if at else table.scope
         _require(index.parent[block] == before, f"block {block} has another parent in the index than in its table")
+
+
+def _check_leases(leases: Leases, index: PrefixIndex) -> None:
+    totals: Counter[str] = Counter()
+    for lease in leases:
+        totals[lease.scope.salt] += len(lease.blocks)
+        _require(len(lease.blocks) > 0, f"lease {lease.id} is in the ledger and holds nothing")
+        _require(lease.num_computed > (len(lease.blocks) - 1) * index.block_size, f"lease {lease.id} holds idle blocks")
+        _require(lease.num_computed <= len(lease.blocks) * index.block_size, f"lease {lease.id} claims KV it lost")
+        before: int | Scope = lease.scope
+        for block in lease.blocks[: lease.num_computed // index.block_size] if lease.indexed else ():
+            _require(index.parent[block] == before, f"block {block} of lease {lease.id} is not indexed below {before}")
+            before = block
+    _require(totals == leases.totals, f"leases hold {dict(totals)} blocks, {dict(leases.totals)} counted")
+    _require(leases.order_agrees(), "the order of leases names others than there are")
 
 
 def _check_pool(pool: BlockPool, held: Counter[int]) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from segue.base.types import Scope
-from segue.kv.events import KVEvent, Leased, Observer, Removed, Revoked, Stored
+from segue.kv.events import KVEvent, Observer, Removed, Stored
 from segue.kv.hashing import ChainHash, chain_hash, extend_keys, token_chunks
 from segue.kv.index import Match, PrefixIndex
 from segue.kv.integrity import verify
-from segue.kv.leases import Lease, LeaseLedger
+from segue.kv.leases import Lease, Leases
 from segue.kv.pool import BlockPool
 from segue.kv.tables import BlockTable
 
@@ -60,10 +61,10 @@ class KVManager:
         self._pool = BlockPool(num_blocks)
         self._index = PrefixIndex(num_blocks, block_size)
         self._refs, self._parents = self._pool.ref_count, self._index.parent
-        self._leases = LeaseLedger()
         self._tables: set[BlockTable] = set()
         self._copy_sources: Counter[int] = Counter()
         self._observers: list[Observer] = []
+        self.leases = Leases(self._pool, block_size, self._emit)
 
     # What there is
 
@@ -75,10 +76,6 @@ class KVManager:
     def usage(self) -> float:
         return self._pool.usage
 
-    @property
-    def num_leased(self) -> int:
-        return self._leases.num_blocks
-
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -87,9 +84,10 @@ class KVManager:
 
     # A table's life
 
-    def open(self, tokens: array[int], scope: Scope) -> BlockTable:
-        """An empty table for these tokens, their full blocks hashed."""
+    def open(self, tokens: array[int], scope: Scope, keys: Sequence[int] = ()) -> BlockTable:
+        """An empty table for these tokens, their full blocks hashed: those that `keys`, a parent's, do not cover."""
         table = BlockTable(scope, self.prefix_caching)
+        table.keys.extend(keys)
         if self.prefix_caching:
             extend_keys(table.keys, scope, tokens, self.block_size, self._hash_block)
         self._tables.add(table)
@@ -103,30 +101,55 @@ class KVManager:
         return self._index.match(table.keys, tokens, table.scope)
 
     def admit(
-        self, table: BlockTable, match: Match, num_tokens: int, *, headroom: int = 0, now: float = 0.0
+        self,
+        table: BlockTable,
+        match: Match,
+        num_tokens: int,
+        *,
+        headroom: int = 0,
+        now: float = 0.0,
+        consumed: Lease | None = None,
     ) -> Reservation | None:
         """Take the match and room for `num_tokens` in all. None, and no change, when the pool and the leases cannot
-        give it and keep `headroom` blocks free besides."""
+        give it and keep `headroom` blocks free besides. A `consumed` lease ends here; if it alone holds the match's
+        tail, that block is written in place instead of copied."""
         pool, hit, tail = self._pool, match.blocks, match.tail_block
-        missing = self.blocks_for(num_tokens) - len(hit)
+        in_place = tail is not None and consumed is not None and self._holds_alone(consumed, len(hit), tail)
+        taken = [*hit, tail] if in_place and tail is not None else hit
+        missing = self.blocks_for(num_tokens) - len(taken)
         room = pool.num_free - missing - headroom
-        if room < len(hit) and not self._leases and room < sum(not pool.ref_count[block] for block in hit):
+        if room < len(taken) and not self.leases and room < sum(not pool.ref_count[block] for block in taken):
             return None
-        pool.retain(hit)  # before anything gives way: what is about to be used is not to be reclaimed
-        if not self.reclaim(missing + headroom, now):
-            pool.release(hit)
+        pool.retain(taken)  # before anything gives way: what is about to be used is not to be reclaimed
+        if not self.leases.reclaim(missing + headroom, now):
+            pool.release(taken)
             return None
-        if tail is not None and not pool.ref_count[tail] and pool.num_free <= missing + headroom:
-            tail = None  # holding the source of the copy would take the last block: do without
-        if tail is not None:
-            pool.retain((tail,))
-            self._copy_sources[tail] += 1
-        table.blocks.extend(hit)
-        table.blocks.extend(self._allocate(missing))
+        if consumed is not None:
+            self.leases.end(consumed, "continued")
+        table.blocks.extend(taken)
         table.num_committed = len(hit)
-        if tail is None:
-            return Reservation(len(hit) * self.block_size)
-        return Reservation(match.num_tokens, Copy(tail, table.blocks[len(hit)]))
+        table.indexed = table.indexed and (match.indexed or not hit)
+        if tail is None or in_place:
+            table.blocks.extend(self._allocate(missing))
+            if in_place and tail is not None and self._parents[tail] is not None:
+                self._evict(tail)
+            return Reservation(match.num_tokens)
+        return self._copy_tail(table, match, tail, missing, headroom)
+
+    def _holds_alone(self, lease: Lease, at: int, block: int) -> bool:
+        alone = self._refs[block] - self._copy_sources[block] == 1
+        return alone and at < len(lease.blocks) and lease.blocks[at] == block
+
+    def _copy_tail(self, table: BlockTable, match: Match, tail: int, missing: int, headroom: int) -> Reservation:
+        """Holding the source of the copy must not take the last block: rather do without."""
+        if not self._refs[tail] and self._pool.num_free <= missing + headroom:
+            table.blocks.extend(self._allocate(missing))
+            return Reservation(match.num_tokens - match.tail_tokens)
+        self._pool.retain((tail,))
+        self._copy_sources[tail] += 1
+        at = len(table.blocks)
+        table.blocks.extend(self._allocate(missing))
+        return Reservation(match.num_tokens, Copy(tail, table.blocks[at]))
 
     def extend(self, table: BlockTable, start: int, stop: int, now: float = 0.0) -> Reservation | None:
         """Make positions `start … stop-1` writable: new blocks at the end, and a private copy of the block that
@@ -140,7 +163,7 @@ class KVManager:
         if not missing and first is not None and self._refs[first] == 1 and self._parents[first] is None:
             return _NOTHING_NEEDED  # fifteen of sixteen decode steps
         shared = first is not None and self._visible_to_others(first)
-        if (missing or shared) and not self.reclaim(missing + shared, now):
+        if (missing or shared) and not self.leases.reclaim(missing + shared, now):
             return None
         if first is not None and not shared and self._index.parent[first] is not None:
             self._evict(first)  # a tail of ours alone: its longer successor will be indexed when it is full
@@ -226,65 +249,49 @@ class KVManager:
         self.clear(table)
         self._tables.discard(table)
 
-    # Leases
+    # States: what outlives a table
 
     def hold(
         self,
         table: BlockTable,
-        tokens: array[int],
         num_computed: int,
         *,
         job: str | None = None,
         expires_at: float | None = None,
         value: float = 0.0,
+        transient: bool = False,
     ) -> Lease:
-        """Keep the KV of the first `num_computed` tokens after the table is closed."""
-        blocks = list(table.blocks[: self.blocks_for(num_computed)])
-        self._pool.retain(blocks)
-        lease = Lease(
-            self._leases.new_id(), table.scope, job, blocks, tokens[:], num_computed, expires_at=expires_at, value=value
+        """Keep the KV of the first `num_computed` tokens, whatever becomes of the table."""
+        blocks = table.blocks[: self.blocks_for(num_computed)]
+        return self.leases.grant(
+            table.scope,
+            blocks,
+            num_computed,
+            indexed=table.indexed,
+            job=job,
+            expires_at=expires_at,
+            value=value,
+            transient=transient,
         )
-        self._leases.add(lease)
-        self._emit(Leased(lease.id, len(blocks)))
-        return lease
 
-    def drop(self, lease: Lease) -> None:
-        """End a lease; a second time does nothing."""
-        if self._leases.remove(lease.id) is not None:
-            self._pool.release(lease.blocks)
-            lease.blocks.clear()
+    def share(self, lease: Lease, num_tokens: int, **terms: Any) -> Lease:
+        """A second lease on the first `num_tokens` tokens of one that has at least those; `terms` as for `hold`."""
+        blocks = lease.blocks[: self.blocks_for(num_tokens)]
+        return self.leases.grant(lease.scope, blocks, num_tokens, indexed=lease.indexed, **terms)
 
-    def reclaim(self, num_free: int, now: float) -> bool:
-        """Shrink leases, each from its tail, until `num_free` blocks are free. False, and no change, when all the
-        leases together could not give that much."""
-        if self._pool.num_free >= num_free:
-            return True
-        if not self._leases or self._pool.num_free + self._num_reclaimable() < num_free:
-            return False
-        leases = self._leases.by_worth(now)
-        before = [len(lease.blocks) for lease in leases]
-        for spare_shared in (True, False):  # first what frees memory at once, then what others still hold
-            for lease in leases:
-                self._shrink(lease, num_free, spare_shared)
-        for lease, had in zip(leases, before, strict=True):
-            if lost := had - len(lease.blocks):
-                lease.num_computed = min(lease.num_computed, len(lease.blocks) * self.block_size)
-                self._emit(Revoked(lease.id, lost))
-                if not lease.blocks:
-                    self._leases.remove(lease.id)
-        return True
+    def held(self, lease: Lease, num_tokens: int) -> Match:
+        """What a child that keeps the lease's first `num_tokens` tokens can take from it, without a look at the index."""
+        count = min(lease.num_computed, num_tokens)
+        full, rest = divmod(count, self.block_size)
+        return Match(lease.blocks[:full], lease.blocks[full] if rest else None, rest, count, lease.indexed)
 
-    def _num_reclaimable(self) -> int:
-        """Blocks that nobody but leases holds."""
-        held = Counter(block for lease in self._leases for block in lease.blocks)
-        return sum(self._pool.ref_count[block] == count for block, count in held.items())
-
-    def _shrink(self, lease: Lease, num_free: int, spare_shared: bool) -> None:
-        refs = self._pool.ref_count
-        while lease.blocks and self._pool.num_free < num_free:
-            if spare_shared and refs[lease.blocks[-1]] > 1:
-                return
-            self._pool.release((lease.blocks.pop(),))
+    def publish(self, lease: Lease, tokens: array[int], keys: list[int]) -> None:
+        """Let others find what a lease holds: its KV came from outside and is complete."""
+        table = BlockTable(lease.scope, self.prefix_caching)
+        table.blocks, table.keys = lease.blocks, keys
+        self.commit(table, tokens, lease.num_computed)
+        self.commit_tail(table, tokens, lease.num_computed)
+        lease.blocks, lease.indexed = table.blocks, table.indexed
 
     def forget(self) -> None:
         """Empty the index: nothing computed so far will be found again, except through tables and leases."""
@@ -293,15 +300,18 @@ class KVManager:
                 self._evict(block)
         for table in self._tables:
             table.indexed = table.indexed and not table.num_committed
+        for lease in self.leases:
+            lease.indexed = False
 
     def check(self) -> None:
         """Raise `IntegrityError` if any promise about memory is broken. Mutates nothing."""
-        verify(self._pool, self._index, self._tables, self._leases, self._copy_sources)
+        verify(self._pool, self._index, self._tables, self.leases, self._copy_sources)
 
     # Inside
 
     def _visible_to_others(self, block: int) -> bool:
-        return self._pool.ref_count[block] > 1 or self._index.key[block] is not None
+        """Copies that read it in the coming step do not count: they are made before anything is written."""
+        return self._refs[block] - self._copy_sources[block] > 1 or self._index.key[block] is not None
 
     def _allocate(self, count: int) -> list[int]:
         blocks = self._pool.allocate(count)

@@ -108,6 +108,7 @@ class Engine(EngineCore):
             tokenizer=loaded.tokenizer,
             vocab_size=spec.vocab_size,
             model_fingerprint=f"{loaded.fingerprint}/{backend.name}/{backend.kv_dtype}",
+            state_identity=f"{loaded.fingerprint}/{chosen.quantize or _precision(chosen, device)}",
             policy=policy,
             clock=clock,
         )
@@ -158,13 +159,19 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def _precision(options: ModelOptions, device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
+    if options.dtype != "auto":
+        return options.dtype
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
 def _backend(
     options: ModelOptions, loaded: LoadedModel, device: torch.device, max_len: int, environment: Environment
 ) -> tuple[Backend, str]:
     """The backend, and a line that says which and why."""
     from segue.model.torch_backend import TorchBackend
 
-    dtype = options.dtype if options.dtype != "auto" else ("bf16" if device.type == "cuda" else "fp32")
+    dtype = _precision(options, device)
     reason = "as asked"
     if device.type == "cpu" and options.native and dtype != "fp16":
         from segue.model import native

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from segue.base.config import EngineConfig
 from segue.engine import StepPlan, StepResult
-from segue.kv import Copy
+from segue.kv import Copy, KVLayout
 from segue.model.backend import Backend
 from segue.model.batch import BatchBuilder
 from segue.model.decoder import Decoder
@@ -23,6 +24,9 @@ class ModelRunner:
         spec, size = decoder.spec, config.block_size
         shape = (spec.num_layers, 2, config.num_blocks, spec.num_kv_heads, size, spec.head_dim)
         self.kv = torch.empty(shape, dtype=backend.kv_dtype, device=backend.device)
+        self._layout = KVLayout(
+            str(backend.kv_dtype).removeprefix("torch."), (spec.num_layers, 2, spec.num_kv_heads, spec.head_dim)
+        )
         self._decoder = decoder
         blocks = -(-config.max_sequence_len // size)
         self._batches = BatchBuilder(config.max_step_tokens, config.max_running, blocks, size, backend.device)
@@ -38,6 +42,40 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> Tensor:
         """Logits of the rows that sample; the KV of every row is written."""
         return self._decoder.forward(self._batches.build(plan.rows), self.kv)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return self._layout
+
+    @torch.inference_mode()
+    def read_kv(self, blocks: Sequence[int], start: int, stop: int, out: memoryview) -> None:
+        chunk = self._as_chunk(out, stop - start)
+        staged = chunk if self.kv.device.type == "cpu" else torch.empty_like(chunk, device=self.kv.device)
+        for block, inside, place in self._pieces(blocks, start, start, stop):
+            staged[..., place, :] = self.kv[:, :, block, :, inside]
+        if staged is not chunk:
+            chunk.copy_(staged)
+
+    @torch.inference_mode()
+    def write_kv(self, blocks: Sequence[int], start: int, stop: int, data: memoryview, first: int, last: int) -> None:
+        chunk = self._as_chunk(data, stop - start).to(self.kv.device)
+        for block, inside, place in self._pieces(blocks, start, first, last):
+            self.kv[:, :, block, :, inside] = chunk[..., place, :]
+
+    def _as_chunk(self, data: memoryview, num_tokens: int) -> Tensor:
+        *outer, head_dim = self._layout.shape
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of memory that may be read only; it is only read then
+            return torch.frombuffer(data, dtype=self.kv.dtype).view(*outer, num_tokens, head_dim)
+
+    def _pieces(self, blocks: Sequence[int], start: int, first: int, last: int) -> Iterator[tuple[int, slice, slice]]:
+        """For each block that positions `first … last-1` lie in: its id, where in the block, where in a chunk from `start`."""
+        size = self.kv.shape[4]
+        while first < last:
+            upto = min((first // size + 1) * size, last)
+            inside = slice(first % size, first % size + upto - first)
+            yield blocks[first // size], inside, slice(first - start, upto - start)
+            first = upto
 
     def close(self) -> None:
         """Lets go of KV memory; the runner is of no use afterwards."""

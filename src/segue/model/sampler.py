@@ -37,7 +37,9 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> StepResult:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that belongs to this seed and position: the whole of a request's random state."""
+    """A number in [0, 1) that belongs to this seed and to the position of the token to sample: the whole of a request's
+    random state. The position counts from the sequence's first token, so that a continuation with its parent's seed
+    draws what the parent would have drawn."""
     x = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x8CB92BA72F3D8DD7) & _LOW_64_BITS
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 0xD6E8FEB86659FD93)):
         x = ((x ^ (x >> shift)) * factor) & _LOW_64_BITS
@@ -173,7 +175,7 @@ def _invert(weights: Tensor, points: Tensor) -> Tensor:
 
 def _point(row: Row) -> float:
     sampling = _sampling(row)
-    return uniform(sampling.seed, len(row.tokens) - sampling.num_prompt)
+    return uniform(sampling.seed, len(row.tokens))
 
 
 # Log-probabilities

@@ -63,7 +63,7 @@ def test_reuse_is_reported_and_saves_computing():
     assert engine.generate(prompt, greedy(2))[0].num_prefilled == 40
     computed = engine._executor.num_computed
     again = engine.generate([*prompt[:33], 49, 48], greedy(2))[0]
-    assert again.completions[0].num_reused == 33 and again.num_prefilled == 2
+    assert again.reuse.cached == 33 and again.num_prefilled == 2
     assert engine._executor.num_computed - computed == 3
     assert again.token_ids == expected([*prompt[:33], 49, 48], 2)
 
@@ -256,8 +256,8 @@ def test_no_lease_is_left_where_nobody_could_release_it():
     engine.abort(request)
     assert engine.stats().kv_usage == 0.0
     last = list(engine.stream([1, 2, 3], greedy(4), hold=True))[-1]
-    assert last.lease is not None
-    engine.release(last.lease)
+    assert last.state.num_held
+    engine.release(last.state)
     engine._executor.fail_next = None
     fine = engine.submit([7, 7], greedy(1))
     engine.step()
@@ -284,7 +284,7 @@ def test_a_stream_dropped_before_its_first_token_frees_its_request():
     assert not engine.has_work, "and so does one that nobody kept"
 
 
-@pytest.mark.parametrize("options", [{"salt": ["x"]}, {"salt": None}, {"job_id": 5}, {"request_id": ""}, {"hold": 1}])
+@pytest.mark.parametrize("options", [{"salt": ["x"]}, {"salt": None}, {"job_id": 5}, {"request_id": ""}, {"hold": "1"}])
 def test_options_of_the_wrong_type_are_refused_by_name(options):
     with pytest.raises(InvalidRequest) as caught:
         make().submit([1], **options)
@@ -364,21 +364,18 @@ def test_tenants_do_not_share():
     engine.submit(list(range(20)), greedy(2), salt="a")
     while engine.has_work:
         engine.step()
-    request = engine.submit(list(range(20)), greedy(2), salt="b")
-    result = engine._active[request].result
-    while engine.has_work:
-        engine.step()
+    result = engine.generate(list(range(20)), greedy(2), salt="b")[0]
     assert result.num_prefilled == 20
 
 
 def test_held_answers_survive_what_would_evict_them():
     engine = make(num_blocks=17, size=4)
     held = engine.generate(list(range(20)), greedy(5), hold=True)[0].completions[0]
-    assert held.lease is not None and held.lease.num_computed == 24
+    assert held.state is not None and held.state.num_held == 24
     for start in range(3):
         engine.generate([start + 25] * 20, greedy(5))
     again = engine.generate([*range(20), *held.token_ids], greedy(2))[0]
     assert again.num_prefilled == 1
-    engine.release(held.lease)
-    engine.release(held.lease)
+    engine.release(held.state)
+    engine.release(held.state)
     assert engine.stats().kv_usage == 0.0

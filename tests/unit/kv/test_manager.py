@@ -195,16 +195,18 @@ def test_a_lease_keeps_blocks_and_shrinks_from_its_tail():
     kv.observe(events.append)
     ids = tokens(range(22))
     table, _ = run(kv, ids)
-    lease = kv.hold(table, ids, 22)
+    lease = kv.hold(table, 22)
     finish(kv, table, ids)
     assert 8 - kv.num_free == 6
-    assert kv.reclaim(4, now=0.0)
-    assert (len(lease.blocks), lease.num_computed, len(lease.tokens)) == (4, 16, 22)
+    assert kv.leases.reclaim(4, now=0.0)
+    assert (len(lease.blocks), lease.num_computed) == (4, 16)
     assert Revoked(lease.id, 2) in events
-    assert not kv.reclaim(9, now=0.0) and len(lease.blocks) == 4, "what all leases together cannot give is not begun"
+    assert not kv.leases.reclaim(9, now=0.0) and len(lease.blocks) == 4, (
+        "what all leases together cannot give is not begun"
+    )
     kv.check()
-    kv.drop(lease)
-    kv.drop(lease)
+    kv.leases.end(lease)
+    kv.leases.end(lease)
     assert kv.usage == 0.0
 
 
@@ -212,10 +214,10 @@ def test_a_lease_is_not_shrunk_where_that_frees_nothing():
     kv = KVManager(9, 4)
     ids = tokens(range(20))
     table, _ = run(kv, ids)
-    early = kv.hold(table, ids, 12)
-    late = kv.hold(table, ids, 20)
+    early = kv.hold(table, 12)
+    late = kv.hold(table, 20)
     kv.close(table)
-    assert kv.reclaim(5, now=0.0)
+    assert kv.leases.reclaim(5, now=0.0)
     assert (len(early.blocks), len(late.blocks)) == (3, 3)
 
 
@@ -223,11 +225,11 @@ def test_admission_takes_from_leases_but_not_what_it_is_about_to_use():
     kv = KVManager(9, 4)
     ids = tokens(range(12))
     table, _ = run(kv, ids)
-    own = kv.hold(table, ids, 12, value=0.0)
+    own = kv.hold(table, 12, value=0.0)
     kv.close(table)
     other_ids = tokens(range(50, 66))
     table, _ = run(kv, other_ids)
-    other = kv.hold(table, other_ids, 16, value=9.0)
+    other = kv.hold(table, 16, value=9.0)
     kv.close(table)
     longer = tokens(range(12), range(80, 92))
     table, got = run(kv, longer)
@@ -250,9 +252,9 @@ def test_expired_and_cheap_leases_give_way_first():
     for name, value, expires_at in (("dear", 9.0, None), ("cheap", 1.0, None), ("expired", 99.0, 5.0)):
         ids = tokens(range(len(leases) * 100, len(leases) * 100 + 16))
         table, _ = run(kv, ids)
-        leases[name] = kv.hold(table, ids, 16, value=value, expires_at=expires_at)
+        leases[name] = kv.hold(table, 16, value=value, expires_at=expires_at)
         kv.close(table)
-    kv.reclaim(kv.num_free + 5, now=6.0)
+    kv.leases.reclaim(kv.num_free + 5, now=6.0)
     assert {name: len(lease.blocks) for name, lease in leases.items()} == {"dear": 4, "cheap": 3, "expired": 0}
 
 

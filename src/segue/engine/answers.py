@@ -1,0 +1,125 @@
+"""Requests under way, and what has come of them: tokens become text, deltas and results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from segue.base.clock import Clock
+from segue.base.errors import SegueError
+from segue.base.types import FinishReason, SamplingParams
+from segue.engine.executor import TokenLogprobs
+from segue.engine.handoff import Export
+from segue.engine.outputs import Completion, Delta, Result
+from segue.engine.scheduler import Produced
+from segue.engine.sequence import Reuse, Sequence, Turn
+from segue.engine.text import AnswerText, Tokenizer
+from segue.state import Progress
+
+Finish = Callable[[Sequence, FinishReason], None]
+
+
+@dataclass(slots=True)
+class Active:
+    """One request under way. `export` is there while it is on its way to another engine."""
+
+    turn: Turn
+    result: Result
+    texts: list[AnswerText | None]
+    unfinished: int  # answers whose last delta is still to come
+    export: Export | None = None
+
+
+class Answers:
+    """By request id, from submission until the last delta has been made."""
+
+    def __init__(self, tokenizer: Tokenizer | None, clock: Clock) -> None:
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._active: dict[str, Active] = {}
+        self.reuse = Reuse()  # of all requests that have ended
+        self.num_prompt_tokens = 0
+        self.num_generated = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._active
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._active))
+
+    def get(self, request_id: str) -> Active | None:
+        return self._active.get(request_id)
+
+    def open(self, turn: Turn, before: Progress | None = None) -> Active:
+        """With `before`, the output that the turn brings is in the result from the start, and its text goes on from it."""
+        completions = [Completion(index) for index in range(turn.params.n)]
+        result = Result(turn.id, turn.prompt, completions, turn.arrived_at)
+        active = Active(turn, result, [self._text(turn.params) for _ in completions], turn.params.n)
+        if before is not None:
+            first, text = completions[0], active.texts[0]
+            first.token_ids += turn.output
+            first.logprobs += [TokenLogprobs(*entry) for entry in before.logprobs]
+            first.text = "".join([text.push(token) for token in turn.output]) if text is not None else ""
+        self._active[turn.id] = active
+        return active
+
+    def publish(self, produced: list[Produced], finish: Finish) -> list[Delta]:
+        """The deltas of one step. `finish` ends a sequence whose text ran into a stop string."""
+        now = self._clock.now()
+        self.num_generated += len(produced)
+        deltas = []
+        for sequence, token, logprobs in produced:
+            active = self._active[sequence.turn.id]
+            if active.result.first_token_at is None:
+                active.result.first_token_at = now
+                active.result.prompt = active.turn.prompt  # an heir's is known only by now
+            piece = _next_piece(active.texts[sequence.index], token, sequence, finish)
+            chosen = (logprobs,) if logprobs is not None else ()
+            reason = sequence.finish_reason
+            reuse = sequence.reuse() if reason is not None else None
+            delta = Delta(
+                sequence.turn.id, sequence.index, (token,), piece, chosen, reason, state=sequence.state, reuse=reuse
+            )
+            deltas.append(delta)
+            self._record(active, delta)
+        return deltas
+
+    def end(self, active: Active, indices: Iterable[int], error: SegueError) -> list[Delta]:
+        """The last deltas of a request that came to nothing."""
+        active.result.error = error
+        self.retire(active)
+        return [Delta(active.turn.id, index, (), "", (), FinishReason.ERROR, error) for index in indices]
+
+    def retire(self, active: Active) -> None:
+        active.result.finished_at = self._clock.now()
+        self.num_prompt_tokens += len(active.turn.prompt)
+        if active.turn.sequences:
+            had, new = self.reuse, active.turn.sequences[0].reuse()
+            self.reuse = Reuse(
+                had.held + new.held, had.cached + new.cached, had.recomputed + new.recomputed, had.new + new.new
+            )
+        del self._active[active.turn.id]
+
+    def _record(self, active: Active, delta: Delta) -> None:
+        active.result.completions[delta.index].add(delta)
+        if delta.finish_reason is not None:
+            active.unfinished -= 1
+            if not active.unfinished:
+                self.retire(active)
+
+    def _text(self, params: SamplingParams) -> AnswerText | None:
+        if self._tokenizer is None:
+            return None
+        return AnswerText(self._tokenizer.answer_stream(), params.stop, params.include_stop, params.min_tokens)
+
+
+def _next_piece(text: AnswerText | None, token: int, sequence: Sequence, finish: Finish) -> str:
+    """A token that ends the answer by being itself (eos, stop token) is not part of its text."""
+    if text is None:
+        return ""
+    hidden = sequence.finish_reason is FinishReason.STOP and not sequence.sampling.params.include_stop
+    piece = "" if hidden else text.push(token)
+    if text.stopped:
+        finish(sequence, FinishReason.STOP)
+        sequence.finish_reason = FinishReason.STOP
+    return piece + text.flush() if sequence.finish_reason is not None else piece

@@ -1,0 +1,344 @@
+"""The engine's loop, `step() = plan → execute → apply`, and the requests it serves."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
+
+from segue.base.clock import Clock, SystemClock
+from segue.base.config import EngineConfig
+from segue.base.errors import EngineClosed, IntegrityError, InvalidRequest, StateError, StepFailed, UnknownState
+from segue.base.types import SamplingParams
+from segue.engine.admission import Prompt, as_list
+from segue.engine.answers import Answers
+from segue.engine.desk import StateDesk
+from segue.engine.executor import Executor, StepPlan, check_result
+from segue.engine.outputs import Delta, EngineStats, Result
+from segue.engine.request import Request, as_request
+from segue.engine.scheduler import Scheduler
+from segue.engine.sequence import Heir
+from segue.engine.text import Tokenizer
+from segue.engine.turns import TurnMaker
+from segue.kv import KVManager
+from segue.policies import FirstComeFirstServed, Policy
+from segue.state import State
+
+
+class EngineLoop:
+    """Requests in, deltas out, on any executor: torch on CPU or CUDA, the simulator, or a test's fake."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        vocab_size: int | None = None,
+        model_fingerprint: str = "",
+        state_identity: str | None = None,
+        policy: Policy | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.kv = KVManager(config.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+        self._executor = executor
+        if vocab_size is None and tokenizer is not None:
+            vocab_size = tokenizer.vocab_size
+        self._clock = clock or SystemClock()
+        self.kv.leases.default_quota = config.lease_quota
+        self._answers = Answers(tokenizer, self._clock)
+        self._scheduler = Scheduler(config, self.kv, policy or FirstComeFirstServed(), self._clock)
+        self._desk = StateDesk(
+            self._scheduler,
+            executor,
+            self._clock,
+            identity=model_fingerprint if state_identity is None else state_identity,
+            vocab_size=vocab_size,
+        )
+        self._turns = TurnMaker(
+            self._scheduler,
+            self._desk,
+            self._answers,
+            self._clock,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            fingerprint=model_fingerprint,
+        )
+        self._arrived: list[Delta] = []  # for the caller of step()
+        self._mail: dict[str, deque[Delta]] = {}  # for those that generate() and stream() follow themselves
+        self._moved: dict[str, Iterator[Delta]] = {}  # where those of them go on that another engine took over
+        self._num_steps = 0
+        self._closed = False
+
+    # The loop
+
+    def step(self) -> list[Delta]:
+        """Run one step if there is work; what came for requests made with `submit` since the last call."""
+        self._advance()
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def _advance(self) -> None:
+        plan = self._scheduler.plan()
+        if not plan.rows:
+            if self._scheduler.num_waiting:
+                raise IntegrityError("requests wait, nothing runs, and none can be admitted")
+            return
+        self._num_steps += 1
+        try:
+            result = self._executor.execute(plan)
+            check_result(plan, result)
+        except BaseException as error:
+            self._deliver(self._fail(plan, error))
+            self._tell_orphans()
+            if not isinstance(error, Exception):
+                raise  # an interrupt: the step is undone, and the caller hears of it
+            return
+        produced = self._scheduler.apply(plan, result)
+        self._deliver(self._answers.publish(produced, self._scheduler.finish))
+        self._tell_orphans()
+
+    def _fail(self, plan: StepPlan, cause: BaseException) -> list[Delta]:
+        error = StepFailed(f"the step failed: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        ended: dict[str, list[int]] = {}
+        for sequence in self._scheduler.fail(plan, error):
+            ended.setdefault(sequence.turn.id, []).append(sequence.index)
+        deltas: list[Delta] = []
+        for request_id, indices in ended.items():
+            if active := self._answers.get(request_id):
+                deltas += self._answers.end(active, indices, error)
+        return deltas
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self._mail.get(delta.request_id, self._arrived).append(delta)
+
+    def _tell_orphans(self) -> None:
+        """Heirs whose parent left them nothing end with an error."""
+        orphans, self._scheduler.orphans = self._scheduler.orphans, []
+        for turn, error in orphans:
+            if active := self._answers.get(turn.id):
+                self._deliver(self._answers.end(active, range(turn.params.n), error))
+
+    @property
+    def has_work(self) -> bool:
+        """Something to compute, or to hand out."""
+        return bool(self._scheduler.num_running or self._scheduler.num_waiting or self._arrived)
+
+    def is_active(self, request_id: str) -> bool:
+        return request_id in self._answers
+
+    # Requests
+
+    def encode(self, prompt: Prompt) -> array[int]:
+        """Token ids of a prompt given as text; ids pass through, checked."""
+        if isinstance(prompt, str) and not prompt:
+            raise InvalidRequest("prompt", "is empty")
+        return self._turns.encode("prompt", prompt, add_special=True)
+
+    def encode_suffix(self, suffix: Prompt) -> array[int]:
+        """Token ids of what follows a parent: nothing is put before it, and it may be empty."""
+        return self._turns.encode("suffix", suffix, add_special=False)
+
+    def submit(self, request: Request | Prompt, params: SamplingParams | None = None, **options: Any) -> str:
+        """Queue a request and return its id. `submit(prompt, params, hold=True, …)` stands for
+        `submit(Request(prompt, params, hold=True, …))`. One that could never run is refused here."""
+        self._require_open()
+        request = as_request(request, params, options)
+        request_id = new_request_id() if request.request_id is None else request.request_id
+        self._turns.check_free(request_id, request.params.n)
+        if request.parent is None:
+            turn = self._turns.first(request, request_id)
+        else:
+            child = self._turns.continuation(request, request_id)
+            if isinstance(child, Heir):
+                self._answers.open(child.turn)
+                self._scheduler.await_parent(child)
+                return request_id
+            turn = child
+        self._answers.open(turn)
+        self._scheduler.submit(turn)
+        return request_id
+
+    def abort(self, request_id: str) -> bool:
+        """End a request and free its memory. False if it is not running."""
+        active = self._answers.get(request_id)
+        if active is None:
+            return False
+        if active.export is not None:
+            active.export.drop()
+        self._scheduler.abort(active.turn)
+        self._answers.retire(active)
+        self._tell_orphans()
+        return True
+
+    def generate(
+        self,
+        prompts: Request | Prompt | Iterable[Request | Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Result]:
+        """Answer one prompt or many, batched together; results in the order of the prompts. For the options see
+        `Request`."""
+        many = [prompts] if isinstance(prompts, Request) else as_list(prompts)
+        each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(many):
+            raise InvalidRequest("params", f"{len(each)} for {len(many)} prompts")
+        results: list[Result] = []
+        try:
+            for prompt, own in zip(many, each, strict=True):
+                results.append(self._follow(self.submit(prompt, own, **options)))
+            for result in results:
+                while result.finished_at is None:
+                    self._advance()
+                if result.error is not None:
+                    raise result.error
+            return results
+        except BaseException:
+            for completion in (completion for result in results for completion in result.completions):
+                if completion.state is not None:
+                    self._desk.release(completion.state)
+            raise
+        finally:
+            for result in results:
+                self._unfollow(result.request_id)
+
+    def continue_(
+        self, parent: State | str, suffix: Prompt = (), params: SamplingParams | None = None, **options: Any
+    ) -> Result:
+        """Go on from a state, or from a request by its id; see `Request` for the options."""
+        return self.generate(Request(params=params or SamplingParams(), parent=parent, suffix=suffix, **options))[0]
+
+    def stream(self, request: Request | Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
+        """Answer one request as tokens come; see `submit`. Closing the stream frees the request."""
+        return Stream(self, self._follow(self.submit(request, params, **options)))
+
+    def follow(self, request_id: str) -> Stream:
+        """The stream of a request that is under way: what comes from now on."""
+        if request_id not in self._answers:
+            raise UnknownState(f"no request {request_id!r} is running")
+        if request_id in self._mail:
+            raise StateError(f"{request_id!r} has a reader already")
+        return Stream(self, self._follow(request_id))
+
+    def has_reader(self, request_id: str) -> bool:
+        """Whether a stream is open on it; if not, its deltas go to the caller of `step`."""
+        return request_id in self._mail
+
+    def _follow(self, request_id: str) -> Result:
+        active = self._answers.get(request_id)
+        assert active is not None
+        self._mail[request_id] = deque()
+        return active.result
+
+    def _unfollow(self, request_id: str) -> None:
+        if self._mail.pop(request_id, None) is not None:
+            self.abort(request_id)
+
+    def _next_delta(self, result: Result) -> Delta | None:
+        """The next one of a request that is followed, running the engine as far as needed; None after the last."""
+        mail = self._mail.get(result.request_id)
+        while mail is not None and not mail and result.finished_at is None:
+            if (successor := self._moved.get(result.request_id)) is not None:
+                return self._next_elsewhere(result, successor)
+            self._advance()
+        return mail.popleft() if mail else None
+
+    def _next_elsewhere(self, result: Result, successor: Iterator[Delta]) -> Delta | None:
+        delta = next(successor, None)
+        if delta is None or delta.finish_reason is not None:
+            result.finished_at = self._clock.now()
+            del self._moved[result.request_id]
+        if delta is not None:
+            result.completions[0].add(delta)
+        return delta
+
+    # Operation
+
+    def stats(self) -> EngineStats:
+        self.expire()
+        reuse = self._answers.reuse
+        return EngineStats(
+            self._num_steps,
+            self._scheduler.num_running,
+            self._scheduler.num_waiting,
+            self._scheduler.num_preemptions,
+            self._answers.num_prompt_tokens,
+            reuse.inherited,
+            reuse.held,
+            reuse.recomputed,
+            self._answers.num_generated,
+            self.kv.usage,
+            self.kv.leases.num_blocks,
+            len(self._desk.ledger),
+        )
+
+    def expire(self) -> float | None:
+        """End the leases whose time is over; how many seconds until the next one's is, if any has a limit. Steps do this
+        by themselves: it is for an engine that has nothing to do."""
+        now = self._clock.now()
+        self.kv.leases.expire(now)
+        upcoming = self.kv.leases.next_expiry()
+        return None if upcoming is None else max(upcoming - now, 0.0)
+
+    def forget(self) -> None:
+        """Empty the prefix cache; leases and running requests keep theirs."""
+        self.kv.forget()
+
+    def check(self) -> None:
+        """Raise `IntegrityError` if the KV core broke a promise."""
+        self.kv.check()
+
+    def close(self) -> None:
+        for request_id in list(self._answers):
+            self.abort(request_id)
+        if not self._closed:
+            self._closed = True
+            self._executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+
+
+class Stream:
+    """One request's deltas as they come. Ends by itself, or by `close()`, which frees the request."""
+
+    def __init__(self, engine: EngineLoop, result: Result) -> None:
+        self._engine = engine
+        self.result = result
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Delta:
+        delta = self._engine._next_delta(self.result)
+        if delta is None:
+            self.close()
+            raise StopIteration
+        if delta.error is not None:
+            self.close()
+            raise delta.error
+        return delta
+
+    def close(self) -> None:
+        self._engine._unfollow(self.result.request_id)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def new_request_id() -> str:
+    """An id that no other request has."""
+    return f"req-{secrets.token_hex(8)}"

@@ -1,0 +1,203 @@
+"""From what a caller asks to a turn the scheduler can run; what could never run is refused here."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+
+from segue.base.clock import Clock
+from segue.base.config import EngineConfig
+from segue.base.errors import InvalidRequest, StateError
+from segue.base.types import Scope
+from segue.engine.admission import Prompt, as_token_ids, check_lengths, check_request, check_vocabulary
+from segue.engine.answers import Answers
+from segue.engine.desk import StateDesk
+from segue.engine.request import At, Request, as_hold
+from segue.engine.scheduler import Scheduler
+from segue.engine.sequence import Heir, Hold, Sequence, Turn
+from segue.engine.text import Tokenizer
+from segue.state import Progress, State
+
+
+class TurnMaker:
+    """Changes nothing, except that a fork of a running request takes a lease on its KV."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        desk: StateDesk,
+        answers: Answers,
+        clock: Clock,
+        *,
+        tokenizer: Tokenizer | None,
+        vocab_size: int | None,
+        fingerprint: str,
+    ) -> None:
+        self._scheduler = scheduler
+        self._desk = desk
+        self._answers = answers
+        self._clock = clock
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._fingerprint = fingerprint
+        self._eos_ids = frozenset(tokenizer.eos_ids) if tokenizer is not None else frozenset()
+
+    @property
+    def _config(self) -> EngineConfig:
+        return self._scheduler.config
+
+    # Parts
+
+    def encode(self, field: str, text: Prompt, *, add_special: bool) -> array[int]:
+        """Token ids of a text; ids pass through, checked."""
+        if not isinstance(text, str):
+            return as_token_ids(text, field)
+        if not text:
+            return array("i")
+        if self._tokenizer is None:
+            raise InvalidRequest(field, "this engine has no tokenizer: pass token ids")
+        return array("i", self._tokenizer.encode(text, add_special=add_special))
+
+    def scope(self, salt: str, adapter: str) -> Scope:
+        if adapter:
+            raise InvalidRequest("adapter", f"{adapter!r} is not known: this engine has no adapters")
+        return Scope(salt=salt, model=self._fingerprint)
+
+    def check_free(self, request_id: str, num_answers: int = 1) -> None:
+        """A new request or state may have this id, and its answers' states theirs."""
+        if request_id in self._answers:
+            raise InvalidRequest("request_id", f"{request_id!r} is already running")
+        for index in range(num_answers):
+            state_id = request_id if num_answers == 1 else f"{request_id}/{index}"
+            state = self._desk.ledger.get(state_id)
+            if state is not None and state.num_held:
+                raise InvalidRequest("request_id", f"{state_id!r} names a state that is held: release it first")
+
+    def unfinished(self, name: str, salt: str) -> Sequence | None:
+        """The sequence that a request id, or request id/index, names, if it is under way and the caller's."""
+        answer = self._answer(name, salt)
+        if answer is None:
+            return None
+        turn, index = answer
+        if not turn.sequences:
+            raise StateError(f"{name!r} waits for its own parent and has no tokens yet")
+        return turn.sequences[index]
+
+    def _answer(self, name: str, salt: str) -> tuple[Turn, int] | None:
+        """Which answer of which turn a name stands for, if that has not ended."""
+        base, _, number = name.rpartition("/")
+        active = self._answers.get(name) or self._answers.get(base)
+        if active is None or active.turn.scope.salt != salt:
+            return None
+        turn = active.turn
+        if name == turn.id:
+            if turn.params.n > 1:
+                raise InvalidRequest("parent", f"{name!r} has {turn.params.n} answers: name one, such as '{name}/0'")
+            number = "0"
+        elif turn.params.n == 1 or not number.isdecimal() or int(number) >= turn.params.n:
+            return None
+        index = int(number)
+        ended = turn.sequences and turn.sequences[index].finish_reason is not None
+        return None if ended else (turn, index)
+
+    # Turns
+
+    def first(self, request: Request, request_id: str) -> Turn:
+        assert request.prompt is not None
+        prompt = self.encode("prompt", request.prompt, add_special=True)
+        check_request(prompt, request.params, self._config, self._vocab_size)
+        return self._turn(request, request_id, prompt, self.scope(request.salt, request.adapter))
+
+    def continuation(self, request: Request, request_id: str) -> Turn | Heir:
+        """An heir if the parent has not ended. Only the suffix is looked at token by token."""
+        assert request.parent is not None
+        params = request.params
+        suffix = self.encode("suffix", request.suffix, add_special=False)
+        check_vocabulary("suffix", suffix, params, self._vocab_size)
+        answer = self._answer(request.parent, request.salt) if isinstance(request.parent, str) else None
+        if answer is None:
+            parent = self._desk.find(request.parent, request.salt)
+        elif request.at == "now":
+            parent = self._present(request, request_id, len(suffix))
+        else:
+            return self._heir(request, request_id, *answer, suffix)
+        at = position(request.at, parent)
+        _check_adapter(request.adapter, parent.scope)
+        check_lengths(at + len(suffix), params, self._config)
+        turn = self._turn(request, request_id, parent.tokens[:at] + suffix, parent.scope)
+        turn.parent, turn.num_shared = parent, at
+        return turn
+
+    def _heir(self, request: Request, request_id: str, parent: Turn, index: int, suffix: array[int]) -> Heir:
+        """What is too long already is refused at once; the rest is seen when the parent has ended."""
+        _check_adapter(request.adapter, parent.scope)
+        so_far = len(parent.sequences[index].tokens) if parent.sequences else 1
+        at = request.at if isinstance(request.at, int) else None
+        check_lengths((so_far if at is None else at) + len(suffix), request.params, self._config)
+        return Heir(self._turn(request, request_id, suffix, parent.scope), parent, index, at)
+
+    def _present(self, request: Request, request_id: str, num_suffix: int) -> State:
+        """A running request where it stands. Whatever could refuse the child is looked at before the lease is taken."""
+        assert isinstance(request.parent, str)
+        sequence = self.unfinished(request.parent, request.salt)
+        assert sequence is not None
+        _check_adapter(request.adapter, sequence.turn.scope)
+        check_lengths(len(sequence.tokens) + num_suffix, request.params, self._config)
+        return self._scheduler.fork(sequence, f"{request_id}/parent", transient=True)
+
+    def resumed(self, state: State, request_id: str, hold: Hold | None, *, consume: bool) -> Turn:
+        """A request that had not finished, as it was."""
+        progress = self.checked_progress(state.progress, state.tokens)
+        return Turn(
+            request_id,
+            state.tokens[: progress.num_prompt],
+            progress.params,
+            state.scope,
+            progress.seed,
+            self._clock.now(),
+            self._eos_ids,
+            state.job,
+            hold,
+            parent=state,
+            num_shared=state.num_tokens,
+            consume=consume,
+            output=state.tokens[progress.num_prompt :],
+        )
+
+    def checked_progress(self, progress: Progress | None, tokens: array[int]) -> Progress:
+        if progress is None:
+            raise StateError("it had finished: continue it instead")
+        check_lengths(progress.num_prompt, progress.params, self._config)
+        limit = progress.num_prompt + (progress.params.max_tokens or self._config.max_sequence_len)
+        if not progress.num_prompt <= len(tokens) < min(limit, self._config.max_sequence_len):
+            raise StateError("it has no room left to go on in")
+        return progress
+
+    def _turn(self, request: Request, request_id: str, prompt: array[int], scope: Scope) -> Turn:
+        params = request.params
+        return Turn(
+            request_id,
+            prompt,
+            params,
+            scope,
+            secrets.randbits(62) if params.seed is None else params.seed,
+            self._clock.now(),
+            self._eos_ids,
+            request.job_id,
+            as_hold(request.hold, request.value),
+            consume=request.consume,
+        )
+
+
+def position(at: At, state: State) -> int:
+    """How many of a state's tokens a child keeps."""
+    if at is None or at == "now":
+        return state.num_tokens
+    if at > state.num_tokens:
+        raise InvalidRequest("at", f"{at} is past the end of {state.id!r}, which has {state.num_tokens} tokens")
+    return at
+
+
+def _check_adapter(adapter: str, parent: Scope) -> None:
+    if adapter != parent.adapter:
+        raise InvalidRequest("adapter", f"is {adapter!r}, and the parent was computed with {parent.adapter!r}")
