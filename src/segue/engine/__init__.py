@@ -5,11 +5,11 @@ from segue.engine.async_engine import AsyncEngine
 from segue.engine.core import EngineCore
 from segue.engine.executor import Executor, Row, StepPlan, StepResult, TokenLogprobs
 from segue.engine.handoff import Export, Import, hand_over
-from segue.engine.loop import Stream
 from segue.engine.outputs import Completion, Delta, EngineStats, Result
 from segue.engine.request import Request
 from segue.engine.scheduler import Produced, Scheduler
 from segue.engine.sequence import Reuse, Sampling, Sequence, Status, Turn
+from segue.engine.stream import Stream
 from segue.engine.text import TextStream, Tokenizer
 
 __all__ = [

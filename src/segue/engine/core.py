@@ -212,7 +212,13 @@ class EngineCore(EngineLoop):
         self._turns.checked_progress(snapshot.progress, snapshot.tokens)
         incoming = self._desk.receive(snapshot, self._turns.scope(salt, snapshot.adapter))
         terms = as_hold(hold, value)
-        return Import(incoming, chosen_id, lambda state: self._resume(state, chosen_id, terms, consume=True))
+
+        def run(state: State) -> str:
+            if state.lease is not None:
+                state.lease.transient = True  # nobody else knows this state
+            return self._resume(state, chosen_id, terms, consume=True)
+
+        return Import(incoming, chosen_id, run)
 
     def end_export(self, export: Export, successor: Iterator[Delta] | None) -> None:
         """The other engine has the request: nothing is left of it here but its caller's stream."""
@@ -221,7 +227,7 @@ class EngineCore(EngineLoop):
         self._answers.retire(active)
         if successor is not None and export.request_id in self._mail:
             active.result.finished_at = None
-            self._moved[export.request_id] = successor
+            self._mail.pop(export.request_id).successor = successor
         else:
             delta = Delta(export.request_id, 0, (), "", (), FinishReason.MOVED)
             active.result.completions[0].add(delta)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Self
 
 from segue.base.clock import Clock, SystemClock
@@ -20,6 +19,7 @@ from segue.engine.outputs import Delta, EngineStats, Result
 from segue.engine.request import Request, as_request
 from segue.engine.scheduler import Scheduler
 from segue.engine.sequence import Heir
+from segue.engine.stream import Mailbox, Stream
 from segue.engine.text import Tokenizer
 from segue.engine.turns import TurnMaker
 from segue.kv import KVManager
@@ -69,8 +69,7 @@ class EngineLoop:
             fingerprint=model_fingerprint,
         )
         self._arrived: list[Delta] = []  # for the caller of step()
-        self._mail: dict[str, deque[Delta]] = {}  # for those that generate() and stream() follow themselves
-        self._moved: dict[str, Iterator[Delta]] = {}  # where those of them go on that another engine took over
+        self._mail: dict[str, Mailbox] = {}  # of those that have a stream
         self._num_steps = 0
         self._closed = False
 
@@ -78,11 +77,12 @@ class EngineLoop:
 
     def step(self) -> list[Delta]:
         """Run one step if there is work; what came for requests made with `submit` since the last call."""
-        self._advance()
+        self.advance()
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """One step, if there is work."""
         plan = self._scheduler.plan()
         if not plan.rows:
             if self._scheduler.num_waiting:
@@ -116,7 +116,8 @@ class EngineLoop:
 
     def _deliver(self, deltas: list[Delta]) -> None:
         for delta in deltas:
-            self._mail.get(delta.request_id, self._arrived).append(delta)
+            mailbox = self._mail.get(delta.request_id)
+            (self._arrived if mailbox is None else mailbox.deltas).append(delta)
 
     def _tell_orphans(self) -> None:
         """Heirs whose parent left them nothing end with an error."""
@@ -189,24 +190,24 @@ class EngineLoop:
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise InvalidRequest("params", f"{len(each)} for {len(many)} prompts")
-        results: list[Result] = []
+        streams: list[Stream] = []
         try:
             for prompt, own in zip(many, each, strict=True):
-                results.append(self._follow(self.submit(prompt, own, **options)))
-            for result in results:
-                while result.finished_at is None:
-                    self._advance()
-                if result.error is not None:
-                    raise result.error
-            return results
+                streams.append(self.stream(prompt, own, **options))
+            for stream in streams:
+                while stream.result.finished_at is None:
+                    self.advance()
+                if stream.result.error is not None:
+                    raise stream.result.error
+            return [stream.result for stream in streams]
         except BaseException:
-            for completion in (completion for result in results for completion in result.completions):
+            for completion in (completion for stream in streams for completion in stream.result.completions):
                 if completion.state is not None:
                     self._desk.release(completion.state)
             raise
         finally:
-            for result in results:
-                self._unfollow(result.request_id)
+            for stream in streams:
+                stream.close()
 
     def continue_(
         self, parent: State | str, suffix: Prompt = (), params: SamplingParams | None = None, **options: Any
@@ -216,47 +217,31 @@ class EngineLoop:
 
     def stream(self, request: Request | Prompt, params: SamplingParams | None = None, **options: Any) -> Stream:
         """Answer one request as tokens come; see `submit`. Closing the stream frees the request."""
-        return Stream(self, self._follow(self.submit(request, params, **options)))
+        return self.follow(self.submit(request, params, **options))
 
     def follow(self, request_id: str) -> Stream:
         """The stream of a request that is under way: what comes from now on."""
-        if request_id not in self._answers:
+        active = self._answers.get(request_id)
+        if active is None:
             raise UnknownState(f"no request {request_id!r} is running")
         if request_id in self._mail:
             raise StateError(f"{request_id!r} has a reader already")
-        return Stream(self, self._follow(request_id))
+        self._mail[request_id] = Mailbox()
+        return Stream(self, active.result, self._mail[request_id])
 
     def has_reader(self, request_id: str) -> bool:
         """Whether a stream is open on it; if not, its deltas go to the caller of `step`."""
         return request_id in self._mail
 
-    def _follow(self, request_id: str) -> Result:
-        active = self._answers.get(request_id)
-        assert active is not None
-        self._mail[request_id] = deque()
-        return active.result
-
-    def _unfollow(self, request_id: str) -> None:
-        if self._mail.pop(request_id, None) is not None:
+    def unfollow(self, request_id: str, mailbox: Mailbox) -> None:
+        """A stream was closed: its request ends, if it is still this stream's."""
+        if self._mail.get(request_id) is mailbox:
+            del self._mail[request_id]
             self.abort(request_id)
 
-    def _next_delta(self, result: Result) -> Delta | None:
-        """The next one of a request that is followed, running the engine as far as needed; None after the last."""
-        mail = self._mail.get(result.request_id)
-        while mail is not None and not mail and result.finished_at is None:
-            if (successor := self._moved.get(result.request_id)) is not None:
-                return self._next_elsewhere(result, successor)
-            self._advance()
-        return mail.popleft() if mail else None
-
-    def _next_elsewhere(self, result: Result, successor: Iterator[Delta]) -> Delta | None:
-        delta = next(successor, None)
-        if delta is None or delta.finish_reason is not None:
-            result.finished_at = self._clock.now()
-            del self._moved[result.request_id]
-        if delta is not None:
-            result.completions[0].add(delta)
-        return delta
+    def now(self) -> float:
+        """The engine's time, in seconds."""
+        return self._clock.now()
 
     # Operation
 
@@ -310,33 +295,6 @@ class EngineLoop:
     def _require_open(self) -> None:
         if self._closed:
             raise EngineClosed("the engine is closed")
-
-
-class Stream:
-    """One request's deltas as they come. Ends by itself, or by `close()`, which frees the request."""
-
-    def __init__(self, engine: EngineLoop, result: Result) -> None:
-        self._engine = engine
-        self.result = result
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Delta:
-        delta = self._engine._next_delta(self.result)
-        if delta is None:
-            self.close()
-            raise StopIteration
-        if delta.error is not None:
-            self.close()
-            raise delta.error
-        return delta
-
-    def close(self) -> None:
-        self._engine._unfollow(self.result.request_id)
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def new_request_id() -> str:

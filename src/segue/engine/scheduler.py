@@ -13,7 +13,7 @@ from segue.engine.admission import check_lengths
 from segue.engine.executor import Row, StepPlan, StepResult, TokenLogprobs
 from segue.engine.sequence import Heir, Hold, Sequence, Status, Turn
 from segue.engine.waiting import WaitingQueue
-from segue.kv import BlockTable, Copy, KVManager, Match, Reservation
+from segue.kv import BlockTable, Copy, KVManager, Lease, Match, Reservation
 from segue.policies import Policy
 from segue.state import State, StateLedger
 
@@ -78,10 +78,14 @@ class Scheduler:
         for index in range(params.n):
             self._next_id += 1
             turn.sequences.append(Sequence(self._next_id, index, turn, limit))
+        self._expect(turn)
+        self._wait(turn.sequences[0])
+
+    def _expect(self, turn: Turn) -> None:
+        """Keep the parent's lease, if it has one, until the turn first runs."""
         if turn.parent is not None and turn.parent.lease is not None and turn.parent.num_held:
             turn.expects = turn.parent.lease
             self.kv.leases.await_heir(turn.expects)
-        self._wait(turn.sequences[0])
 
     # Before a step
 
@@ -161,10 +165,16 @@ class Scheduler:
         """Give a waiting sequence blocks for all its tokens, reusing what is there, and let it run. None, and no
         change, if there is no room for it beside the running ones, each of which may need a block before long."""
         turn, parent = sequence.turn, sequence.turn.parent
-        match, from_lease = self._find(sequence, table)
-        consumed = parent.lease if turn.consume and parent is not None and parent.num_held else None
+        match, lender = self._find(sequence, table)
+        num_held = min(parent.num_held, turn.num_shared) if parent is not None else 0
         reservation = self.kv.admit(
-            table, match, len(sequence.tokens), headroom=len(self._running), now=self._now, consumed=consumed
+            table,
+            match,
+            len(sequence.tokens),
+            headroom=len(self._running),
+            now=self._now,
+            lender=lender,
+            consumed=parent.lease if turn.consume and parent is not None and parent.num_held else None,
         )
         if reservation is None:
             return None
@@ -174,24 +184,24 @@ class Scheduler:
         sequence.num_computed = reservation.num_reused
         if sequence.num_reused is None:
             sequence.num_reused = reservation.num_reused
-            sequence.num_from_lease = min(from_lease, reservation.num_reused)
+            sequence.num_from_lease = min(num_held, reservation.num_reused)
         self._settle_expected(turn)
         return reservation
 
-    def _find(self, sequence: Sequence, table: BlockTable) -> tuple[Match, int]:
-        """The KV there is for a sequence, and how much of it its parent's lease has. The index is asked only where
-        there is no lease or it has shrunk."""
+    def _find(self, sequence: Sequence, table: BlockTable) -> tuple[Match, Lease | None]:
+        """The KV there is for a sequence, and the lease it is borrowed from. The index is asked only where there is no
+        lease or it has shrunk."""
         turn = sequence.turn
         parent = turn.parent
         if parent is None or parent.lease is None or not parent.num_held:
-            return self.kv.match(table, sequence.tokens), 0
+            return self.kv.match(table, sequence.tokens), None
         most = min(turn.num_shared, len(sequence.tokens) - 1)
         held = self.kv.held(parent.lease, most)
         if held.num_tokens < min(most, parent.num_computed):
             found = self.kv.match(table, sequence.tokens)
             if found.num_tokens > held.num_tokens:
-                return found, held.num_tokens
-        return held, held.num_tokens
+                return found, None
+        return held, parent.lease
 
     def _settle_expected(self, turn: Turn) -> None:
         """The lease a turn waited to continue from is needed for it no longer."""
@@ -386,6 +396,9 @@ class Scheduler:
         """Let a parked sequence go on here, from as much of its KV as is left."""
         turn = sequence.turn
         turn.parent, turn.num_shared, turn.consume = state, state.num_tokens, True
+        if state.lease is not None:
+            state.lease.transient = True  # it is for this sequence alone
+        self._expect(turn)
         self._wait(sequence)
 
     def _wait(self, sequence: Sequence) -> None:

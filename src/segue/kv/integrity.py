@@ -24,11 +24,12 @@ def verify(
     tables = list(tables)
     held: Counter[int] = Counter(copy_sources)
     for table in tables:
-        held.update(table.blocks)
+        held.update(table.blocks[table.num_borrowed :])
         _check_table(table, index)
-    for lease in leases:
+    for lease in (*leases, *leases.outstanding()):
         held.update(lease.blocks)
     _check_leases(leases, index)
+    _check_loans(tables, leases)
     _check_pool(pool, held)
     _check_index(pool, index)
 
@@ -64,6 +65,21 @@ def _check_leases(leases: Leases, index: PrefixIndex) -> None:
             before = block
     _require(totals == leases.totals, f"leases hold {dict(totals)} blocks, {dict(leases.totals)} counted")
     _require(leases.order_agrees(), "the order of leases names others than there are")
+
+
+def _check_loans(tables: Iterable[BlockTable], leases: Leases) -> None:
+    loans: Counter[int] = Counter()
+    for table in tables:
+        if table.lender is not None:
+            loans[table.lender.id] += 1
+            borrowed = table.blocks[: table.num_borrowed]
+            _require(borrowed == table.lender.blocks[: len(borrowed)], f"lease {table.lender.id} lost what it has lent")
+            _require(len(borrowed) <= table.lender.num_lent, f"lease {table.lender.id} forgot how much it has lent")
+    for lease in leases:
+        _require(lease.num_loans == loans.pop(lease.id, 0), f"lease {lease.id} counts {lease.num_loans} loans")
+    for lease in leases.outstanding():
+        _require(lease.num_loans == loans.pop(lease.id, 0) > 0, f"ended lease {lease.id} is kept for nobody")
+    _require(not loans, f"tables borrow from leases that are not there: {dict(loans)}")
 
 
 def _check_pool(pool: BlockPool, held: Counter[int]) -> None:

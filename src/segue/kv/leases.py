@@ -35,6 +35,8 @@ class Lease:
     value: float = 0.0
     transient: bool = False
     num_heirs: int = 0
+    num_loans: int = 0  # tables that run on its first blocks instead of holding those themselves
+    num_lent: int = 0  # how many blocks that is: they stay until the last loan is back, even after the lease's end
 
     @property
     def worth(self) -> tuple[bool, float, int]:
@@ -59,6 +61,7 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self._order: list[tuple[bool, float, int]] = []  # every lease's worth
         self._expiries: list[tuple[float, int]] = []  # a heap; may name leases that were renewed or have ended
+        self._outstanding: dict[int, Lease] = {}  # ended, with blocks still lent
         self._last_id = 0
 
     def __len__(self) -> int:
@@ -119,10 +122,37 @@ class Leases:
     def end(self, lease: Lease, why: Literal["released", "expired", "continued"] = "released") -> None:
         """A second time does nothing."""
         if lease.id in self._leases:
-            held = lease.blocks[:]
+            held = lease.blocks
             self._forget(lease)
-            self._pool.release(held)
+            self._pool.release(held[lease.num_lent :])
+            if lease.num_lent:
+                lease.blocks = held[: lease.num_lent]
+                self._outstanding[lease.id] = lease
             self._emit(Ended(lease.id, len(held), why))
+
+    # Loans
+
+    def lend(self, lease: Lease, num_blocks: int) -> None:
+        """A table is going to run on the first `num_blocks` blocks: one count instead of one for each block, however
+        long the state is."""
+        lease.num_loans += 1
+        lease.num_lent = max(lease.num_lent, num_blocks)
+
+    def lend_again(self, lease: Lease) -> None:
+        """A second table runs on what the first one borrowed."""
+        lease.num_loans += 1
+
+    def give_back(self, lease: Lease) -> None:
+        lease.num_loans -= 1
+        if not lease.num_loans:
+            lease.num_lent = 0
+            if self._outstanding.pop(lease.id, None) is not None:
+                self._pool.release(lease.blocks)
+                lease.blocks = array("i")
+
+    def outstanding(self) -> Iterator[Lease]:
+        """Leases that have ended and whose blocks somebody still runs on."""
+        return iter(self._outstanding.values())
 
     def trim(self, lease: Lease, num_tokens: int) -> None:
         """Let go of everything past the first `num_tokens` tokens."""
@@ -184,18 +214,18 @@ class Leases:
         refs = self._pool.ref_count
         found = 0
         for lease in leases:
-            for block in reversed(lease.blocks):
+            for block in reversed(lease.blocks[lease.num_lent :]):
                 if found >= wanted or refs[block] > 1:
                     break
                 found += 1
             if found >= wanted:
                 return True
-        held = Counter(block for lease in leases for block in lease.blocks)
+        held = Counter(block for lease in leases for block in lease.blocks[lease.num_lent :])
         return sum(refs[block] == count for block, count in held.items()) >= wanted
 
     def _shrink(self, lease: Lease, num_free: int, spare_shared: bool) -> None:
         refs = self._pool.ref_count
-        while lease.blocks and self._pool.num_free < num_free:
+        while len(lease.blocks) > lease.num_lent and self._pool.num_free < num_free:
             if spare_shared and refs[lease.blocks[-1]] > 1:
                 return
             self._pool.release((lease.blocks.pop(),))
@@ -207,7 +237,7 @@ class Leases:
         for lease in [self._leases[lease_id] for _, _, lease_id in self._order]:
             surplus = self.totals[salt] - quota
             if surplus > 0 and lease.scope.salt == salt:
-                lost = lease.blocks[max(len(lease.blocks) - surplus, 0) :]
+                lost = lease.blocks[max(len(lease.blocks) - surplus, lease.num_lent) :]
                 del lease.blocks[len(lease.blocks) - len(lost) :]
                 self._pool.release(lost)
                 self._lost(lease, len(lost), "quota")

@@ -108,37 +108,66 @@ class KVManager:
         *,
         headroom: int = 0,
         now: float = 0.0,
+        lender: Lease | None = None,
         consumed: Lease | None = None,
     ) -> Reservation | None:
         """Take the match and room for `num_tokens` in all. None, and no change, when the pool and the leases cannot
-        give it and keep `headroom` blocks free besides. A `consumed` lease ends here; if it alone holds the match's
-        tail, that block is written in place instead of copied."""
-        pool, hit, tail = self._pool, match.blocks, match.tail_block
-        in_place = tail is not None and consumed is not None and self._holds_alone(consumed, len(hit), tail)
-        taken = [*hit, tail] if in_place and tail is not None else hit
-        missing = self.blocks_for(num_tokens) - len(taken)
-        room = pool.num_free - missing - headroom
-        if room < len(taken) and not self.leases and room < sum(not pool.ref_count[block] for block in taken):
-            return None
-        pool.retain(taken)  # before anything gives way: what is about to be used is not to be reclaimed
-        if not self.leases.reclaim(missing + headroom, now):
-            pool.release(taken)
+        give it and keep `headroom` blocks free besides.
+
+        A match that is a lease's own (`held`) is borrowed from it, the `lender`. A `consumed` lease ends here; if it alone
+        holds the match's tail, that block is written in place instead of copied.
+        """
+        hit, tail = match.blocks, match.tail_block
+        own_tail = None
+        if consumed is not None and consumed is lender and self._holds_alone(consumed, len(hit)):
+            own_tail = tail
+        missing = self.blocks_for(num_tokens) - len(hit) - (own_tail is not None)
+        if not self._take(table, match, own_tail, lender, missing + headroom, now):
             return None
         if consumed is not None:
             self.leases.end(consumed, "continued")
-        table.blocks.extend(taken)
+        if own_tail is not None and self._parents[own_tail] is not None:
+            self._evict(own_tail)
+        if tail is not None and own_tail is None:
+            return self._copy_tail(table, match, tail, missing, headroom)
+        table.blocks.extend(self._allocate(missing))
+        return Reservation(match.num_tokens)
+
+    def _take(
+        self, table: BlockTable, match: Match, own_tail: int | None, lender: Lease | None, needed: int, now: float
+    ) -> bool:
+        """Hold what is about to be used before anything gives way for the `needed` free blocks."""
+        pool, hit = self._pool, match.blocks
+        tail = () if own_tail is None else (own_tail,)
+        lender = lender if hit else None
+        if lender is not None:
+            self.leases.lend(lender, len(hit))
+        else:
+            room = pool.num_free - needed
+            if room < len(hit) and not self.leases and room < sum(not self._refs[block] for block in hit):
+                return False
+            pool.retain(hit)
+        pool.retain(tail)
+        if not self.leases.reclaim(needed, now):
+            pool.release(tail)
+            if lender is not None:
+                self.leases.give_back(lender)
+            else:
+                pool.release(hit)
+            return False
+        table.blocks.extend(hit)
+        table.blocks.extend(tail)
         table.num_committed = len(hit)
         table.indexed = table.indexed and (match.indexed or not hit)
-        if tail is None or in_place:
-            table.blocks.extend(self._allocate(missing))
-            if in_place and tail is not None and self._parents[tail] is not None:
-                self._evict(tail)
-            return Reservation(match.num_tokens)
-        return self._copy_tail(table, match, tail, missing, headroom)
+        table.lender, table.num_borrowed = lender, len(hit) if lender is not None else 0
+        return True
 
-    def _holds_alone(self, lease: Lease, at: int, block: int) -> bool:
-        alone = self._refs[block] - self._copy_sources[block] == 1
-        return alone and at < len(lease.blocks) and lease.blocks[at] == block
+    def _holds_alone(self, lease: Lease, at: int) -> bool:
+        """The lease's block at this place is nobody else's, and no table runs on it."""
+        if not lease.num_lent <= at < len(lease.blocks):
+            return False
+        block = lease.blocks[at]
+        return self._refs[block] - self._copy_sources[block] == 1
 
     def _copy_tail(self, table: BlockTable, match: Match, tail: int, missing: int, headroom: int) -> Reservation:
         """Holding the source of the copy must not take the last block: rather do without."""
@@ -233,13 +262,19 @@ class KVManager:
         child.blocks = table.blocks[: self.blocks_for(num_tokens)]
         child.keys = table.keys[:full]
         child.num_committed = min(table.num_committed, full)
-        self._pool.retain(child.blocks)
+        if table.lender is not None and full:
+            child.lender, child.num_borrowed = table.lender, min(table.num_borrowed, full)
+            self.leases.lend_again(table.lender)
+        self._pool.retain(child.blocks[child.num_borrowed :])
         self._tables.add(child)
         return child
 
     def clear(self, table: BlockTable) -> None:
         """Give the blocks back, keep the keys: what a preempted sequence does before it queues again."""
-        self._pool.release(table.blocks)
+        self._pool.release(table.blocks[table.num_borrowed :])
+        if table.lender is not None:
+            self.leases.give_back(table.lender)
+            table.lender, table.num_borrowed = None, 0
         table.blocks = array("i")
         table.num_committed = 0
         table.indexed = self.prefix_caching

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from segue.base.types import Scope
+from segue.kv.leases import Lease
 
 
 class BlockTable:
@@ -12,10 +13,11 @@ class BlockTable:
 
     Only `KVManager` changes it. `blocks[i]` holds tokens `i*block_size …`; the table may be longer than what is computed
     (reserved), never shorter. `num_committed` counts the leading full blocks that were offered to the index; while
-    `indexed`, all of those are in it, which is what lets the next one be found through them.
+    `indexed`, all of those are in it, which is what lets the next one be found through them. The first `num_borrowed`
+    blocks are full ones of the `lender`, a lease, which holds them for the table.
     """
 
-    __slots__ = ("blocks", "indexed", "keys", "num_committed", "scope")
+    __slots__ = ("blocks", "indexed", "keys", "lender", "num_borrowed", "num_committed", "scope")
 
     def __init__(self, scope: Scope, indexed: bool) -> None:
         self.scope = scope
@@ -23,3 +25,5 @@ class BlockTable:
         self.keys: list[int] = []
         self.num_committed = 0
         self.indexed = indexed
+        self.lender: Lease | None = None
+        self.num_borrowed = 0
