@@ -189,19 +189,12 @@ class Scheduler:
         return reservation
 
     def _find(self, sequence: Sequence, table: BlockTable) -> tuple[Match, Lease | None]:
-        """The KV there is for a sequence, and the lease it is borrowed from. The index is asked only where there is no
-        lease or it has shrunk."""
+        """The KV there is for a sequence, and the lease that lends the first part of it."""
         turn = sequence.turn
         parent = turn.parent
         if parent is None or parent.lease is None or not parent.num_held:
             return self.kv.match(table, sequence.tokens), None
-        most = min(turn.num_shared, len(sequence.tokens) - 1)
-        held = self.kv.held(parent.lease, most)
-        if held.num_tokens < min(most, parent.num_computed):
-            found = self.kv.match(table, sequence.tokens)
-            if found.num_tokens > held.num_tokens:
-                return found, None
-        return held, parent.lease
+        return self.kv.held(parent.lease, turn.num_shared, table, sequence.tokens), parent.lease
 
     def _settle_expected(self, turn: Turn) -> None:
         """The lease a turn waited to continue from is needed for it no longer."""

@@ -26,6 +26,7 @@ class Match:
     tail_tokens: int
     num_tokens: int
     indexed: bool = True  # the full blocks are in the index, each below the one before
+    num_borrowed: int = 0  # leading blocks that a lease holds, and lends
 
 
 class PrefixIndex:
@@ -44,28 +45,29 @@ class PrefixIndex:
         self.tokens: list[bytes] = [b""] * num_blocks
         self.key: list[int | None] = [None] * num_blocks  # None: not indexed, or a partial tail
 
-    def match(self, keys: Sequence[int], tokens: array[int], scope: Scope) -> Match:
-        """Mutates nothing. Leaves at least one token to compute.
+    def match(self, keys: Sequence[int], tokens: array[int], parent: Parent, skip: int = 0) -> Match:
+        """Mutates nothing. Leaves at least one token to compute. The first `skip` blocks are known already, the last of them is
+        `parent`, and they are not in the result.
 
-        tokens   |---- full blocks hit ----|-- tail --|------ to compute ------|
-                 0                    n*block_size  num_tokens             len(tokens)
+        tokens   |---- skipped ----|---- full blocks hit ----|-- tail --|------ to compute ------|
+                 0          skip*block_size             n*block_size  num_tokens             len(tokens)
         """
         size = self.block_size
         limit = len(tokens) - 1
         most = limit // size
-        blocks = self._match_full(keys[:most], tokens[: most * size].tobytes(), scope)
-        start = len(blocks) * size
-        parent = blocks[-1] if blocks else scope
+        blocks = self._match_full(keys[skip:most], tokens[skip * size : most * size].tobytes(), parent)
+        start = (skip + len(blocks)) * size
+        parent = blocks[-1] if blocks else parent
         tail_block, tail_tokens = self._match_tail(parent, tokens[start : min(start + size, limit)].tobytes())
         return Match(blocks, tail_block, tail_tokens, start + tail_tokens)
 
-    def _match_full(self, keys: Sequence[int], data: bytes, scope: Scope) -> list[int]:
+    def _match_full(self, keys: Sequence[int], data: bytes, parent: Parent) -> list[int]:
         """What the keys name, as far as parents and tokens bear it out; all at once, and one by one only if they
         do not."""
         found = list(map(self._block_of_key.get, keys))
         blocks = cast("list[int]", found[: found.index(None)] if None in found else found)
         step = self.block_size * TOKEN_BYTES
-        parents: list[Parent] = [scope, *blocks]
+        parents: list[Parent] = [parent, *blocks]
         while blocks:
             if [self.parent[block] for block in blocks] == parents[: len(blocks)]:
                 held = b"".join([self.tokens[block] for block in blocks])

@@ -119,7 +119,7 @@ class KVManager:
         """
         hit, tail = match.blocks, match.tail_block
         own_tail = None
-        if consumed is not None and consumed is lender and self._holds_alone(consumed, len(hit)):
+        if tail is not None and consumed is not None and self._holds_alone(consumed, len(hit), tail):
             own_tail = tail
         missing = self.blocks_for(num_tokens) - len(hit) - (own_tail is not None)
         if not self._take(table, match, own_tail, lender, missing + headroom, now):
@@ -139,34 +139,32 @@ class KVManager:
         """Hold what is about to be used before anything gives way for the `needed` free blocks."""
         pool, hit = self._pool, match.blocks
         tail = () if own_tail is None else (own_tail,)
-        lender = lender if hit else None
-        if lender is not None:
-            self.leases.lend(lender, len(hit))
-        else:
-            room = pool.num_free - needed
-            if room < len(hit) and not self.leases and room < sum(not self._refs[block] for block in hit):
-                return False
-            pool.retain(hit)
+        borrowed = match.num_borrowed
+        found = hit[borrowed:]
+        room = pool.num_free - needed
+        if room < len(found) and not self.leases and room < sum(not self._refs[block] for block in found):
+            return False
+        if lender is not None and borrowed:
+            self.leases.lend(lender, borrowed)
+        pool.retain(found)
         pool.retain(tail)
         if not self.leases.reclaim(needed, now):
             pool.release(tail)
-            if lender is not None:
+            pool.release(found)
+            if lender is not None and borrowed:
                 self.leases.give_back(lender)
-            else:
-                pool.release(hit)
             return False
         table.blocks.extend(hit)
         table.blocks.extend(tail)
         table.num_committed = len(hit)
         table.indexed = table.indexed and (match.indexed or not hit)
-        table.lender, table.num_borrowed = lender, len(hit) if lender is not None else 0
+        table.lender, table.num_borrowed = lender if borrowed else None, borrowed
         return True
 
-    def _holds_alone(self, lease: Lease, at: int) -> bool:
-        """The lease's block at this place is nobody else's, and no table runs on it."""
-        if not lease.num_lent <= at < len(lease.blocks):
+    def _holds_alone(self, lease: Lease, at: int, block: int) -> bool:
+        """The block is the lease's at this place and nobody else's, and no table runs on it."""
+        if not lease.num_lent <= at < len(lease.blocks) or lease.blocks[at] != block:
             return False
-        block = lease.blocks[at]
         return self._refs[block] - self._copy_sources[block] == 1
 
     def _copy_tail(self, table: BlockTable, match: Match, tail: int, missing: int, headroom: int) -> Reservation:
@@ -314,11 +312,24 @@ class KVManager:
         blocks = lease.blocks[: self.blocks_for(num_tokens)]
         return self.leases.grant(lease.scope, blocks, num_tokens, indexed=lease.indexed, **terms)
 
-    def held(self, lease: Lease, num_tokens: int) -> Match:
-        """What a child that keeps the lease's first `num_tokens` tokens can take from it, without a look at the index."""
-        count = min(lease.num_computed, num_tokens)
+    def held(self, lease: Lease, num_shared: int, table: BlockTable, tokens: array[int]) -> Match:
+        """What a child that shares the first `num_shared` tokens with a lease can take: what the lease has of them without a
+        look at the index, and from there on what the index has.
+
+        tokens   |------ lent by the lease ------|---- found in the index ----|-- to compute --|
+                 0                      num_borrowed*block_size          num_tokens        len(tokens)
+        """
+        count = min(lease.num_computed, num_shared, len(tokens) - 1)
         full, rest = divmod(count, self.block_size)
-        return Match(lease.blocks[:full], lease.blocks[full] if rest else None, rest, count, lease.indexed)
+        lent = lease.blocks[:full]
+        if lease.indexed:
+            extend_keys(table.keys, table.scope, tokens, self.block_size, self._hash_block)
+            more = self._index.match(table.keys, tokens, lent[-1] if full else lease.scope, skip=full)
+            if more.num_tokens > count:
+                return Match(
+                    [*lent, *more.blocks], more.tail_block, more.tail_tokens, more.num_tokens, num_borrowed=full
+                )
+        return Match(lent, lease.blocks[full] if rest else None, rest, count, lease.indexed, num_borrowed=full)
 
     def publish(self, lease: Lease, tokens: array[int], keys: list[int]) -> None:
         """Let others find what a lease holds: its KV came from outside and is complete."""

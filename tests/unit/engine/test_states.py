@@ -119,6 +119,16 @@ def test_a_shrunk_lease_and_the_prefix_cache_together():
     assert result.token_ids == expected([*state.tokens, 7], 3)
 
 
+def test_a_second_child_with_the_same_suffix_finds_it_computed():
+    engine = make()
+    state = hold(engine)
+    suffix = [7, 8, 9, 10, 11, 12]
+    engine.continue_(state, suffix, greedy(3))
+    result, tokens, copies = computed(engine, lambda: engine.continue_(state, [*suffix, 13], greedy(3)))
+    assert (result.reuse.held, result.reuse.cached, result.reuse.new) == (37, 7, 1)
+    assert result.token_ids == expected([*state.tokens, *suffix, 13], 3) and tokens == 1 + 2 and copies <= 1
+
+
 def test_kv_gone_tokens_known():
     engine = make()
     first = engine.generate(PROMPT, greedy(8))[0]  # not held
