@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from segue.base.errors import InvalidRequest
+from segue.base.errors import InvalidRequest, StateError, StepFailed
 from segue.cli.options import add_engine_options, add_sampling_options, open_engine, sampling_params
-from segue.engine import Stream
 
 if TYPE_CHECKING:
     from segue.model.engine import Engine
+    from segue.model.session import Session
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    start = command.add_mutually_exclusive_group()
+    start.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    start.add_argument("--resume", type=Path, metavar="FILE", help="go on with a conversation that /save wrote")
     add_sampling_options(command, max_tokens=256, temperature=0.7)
     add_engine_options(command)
 
 
 def run(arguments: argparse.Namespace) -> int:
     params = sampling_params(arguments)
-    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     with open_engine(arguments) as engine:
-        print("Type a message; an empty line or Ctrl-D ends.", file=sys.stderr)
-        while text := _ask():
-            messages.append({"role": "user", "content": text})
+        if arguments.resume:
+            session = engine.load_session(arguments.resume, params=params)
+        else:
+            session = engine.session(arguments.system or None, params=params)
+        print("Type a message, /undo or /save FILE; an empty line or Ctrl-D ends.", file=sys.stderr)
+        while line := _ask():
             try:
-                prompt = engine.chat_prompt(messages)
-                stream = engine.stream(prompt, params)
-            except InvalidRequest as error:
-                messages.pop()
+                _obey(line, session, engine)
+            except (InvalidRequest, StateError, StepFailed) as error:
                 print(f"segue: {error}", file=sys.stderr)
-                continue
-            messages.append({"role": "assistant", "content": _answer(stream, len(prompt), engine)})
     return 0
 
 
@@ -47,19 +47,29 @@ def _ask() -> str:
         return ""
 
 
-def _answer(stream: Stream, num_prompt: int, engine: Engine) -> str:
+def _obey(line: str, session: Session, engine: Engine) -> None:
+    word, _, rest = line.partition(" ")
+    if line == "/undo":
+        session.undo()
+        print(f"  [undone; {len(session.messages)} messages are left]", file=sys.stderr)
+    elif word == "/save":
+        if not rest:
+            raise InvalidRequest("/save", "name a file to write to")
+        print(f"  [{session.save(Path(rest.strip()).expanduser()):,} bytes saved]", file=sys.stderr)
+    else:
+        _answer(line, session, engine)
+
+
+def _answer(text: str, session: Session, engine: Engine) -> None:
     """Print an answer as it comes; Ctrl-C stops it and keeps what there is."""
-    reused_before, started = engine.stats().reused_tokens, time.perf_counter()
-    first_token: float | None = None
-    text = ""
+    reused_before = engine.stats().reused_tokens
+    reply = session.stream(text)
     try:
-        for delta in stream:
-            first_token = first_token or time.perf_counter() - started
-            text += delta.text
+        for delta in reply:
             print(delta.text, end="", flush=True)
     except KeyboardInterrupt:
-        stream.close()
-    reused = engine.stats().reused_tokens - reused_before
-    seconds = f"{first_token * 1e3:.0f} ms to the first token, " if first_token else ""
-    print(f"\n  [{seconds}{num_prompt - reused} of {num_prompt} prompt tokens computed]", file=sys.stderr)
-    return text
+        reply.close()
+    reused, seconds = engine.stats().reused_tokens - reused_before, reply.result.first_token_seconds
+    first_token = f"{seconds * 1e3:.0f} ms to the first token, " if seconds is not None else ""
+    num_prompt = len(reply.result.prompt)
+    print(f"\n  [{first_token}{num_prompt - reused} of {num_prompt} prompt tokens computed]", file=sys.stderr)

@@ -12,6 +12,7 @@ import torch
 from segue.base.clock import Clock
 from segue.base.config import EngineConfig, Environment
 from segue.base.errors import InvalidRequest, RequestTooLong, UnsupportedModel
+from segue.base.types import SamplingParams
 from segue.engine import EngineCore
 from segue.model.backend import Backend
 from segue.model.catalog import Progress
@@ -19,6 +20,7 @@ from segue.model.decoder import Decoder
 from segue.model.loading import LoadedModel, open_model
 from segue.model.memory import KVBudget, kv_budget
 from segue.model.runner import ModelRunner
+from segue.model.session import Session
 from segue.policies import Policy
 
 DType = Literal["auto", "fp32", "bf16", "fp16"]
@@ -117,6 +119,32 @@ class Engine(EngineCore):
         """Token ids of a conversation, ready for the answer."""
         text = self.model.chat_template.render(messages, **options)
         return self.model.tokenizer.encode(text, add_special=False)
+
+    def session(
+        self,
+        system: str | None = None,
+        *,
+        params: SamplingParams | None = None,
+        hold: bool | float = True,
+        salt: str = "",
+        job_id: str | None = None,
+        **template_options: Any,
+    ) -> Session:
+        """A conversation that keeps its state, so that each turn computes only what is new. For `hold` see `Request`."""
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        return Session(self, messages, template_options, params=params, hold=hold, salt=salt, job_id=job_id)
+
+    def load_session(
+        self,
+        path: str | Path,
+        *,
+        params: SamplingParams | None = None,
+        hold: bool | float = True,
+        salt: str = "",
+        job_id: str | None = None,
+    ) -> Session:
+        """A session that `Session.save` wrote, with its KV. A file that is damaged or does not fit changes nothing."""
+        return Session.load(self, path, params=params, hold=hold, salt=salt, job_id=job_id)
 
 
 def _runner(decoder: Decoder, backend: Backend, config: EngineConfig, budget: KVBudget) -> ModelRunner:

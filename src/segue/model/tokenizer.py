@@ -138,6 +138,8 @@ class TextTokenizer(Tokenizer):
         prepend_bos: bool = False,
     ) -> None:
         """`prepend_bos` is for a backend without a post-processor of its own that would add it."""
+        backend.no_truncation()  # what a file asks for here is for training: a prompt is never cut or padded
+        backend.no_padding()
         self._backend = backend
         self._prefix = [bos_id] if prepend_bos and bos_id is not None else []
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
@@ -175,6 +177,8 @@ class TextTokenizer(Tokenizer):
         text = self._backend.id_to_token(token_id)
         if text is None:
             return b""
+        if token_id in self._added and self._byte_level:
+            return text.encode()
         if self._byte_level:
             spelled = _byte_of_character()
             return bytes(spelled[c] for c in text) if all(c in spelled for c in text) else text.encode()

@@ -4,9 +4,9 @@ import threading
 import pytest
 
 from segue.base.config import EngineConfig
-from segue.base.errors import EngineClosed, InvalidRequest, StepFailed
+from segue.base.errors import EngineClosed, InvalidRequest, ParentFailed, RequestTooLong, SnapshotError, StepFailed
 from segue.base.types import SamplingParams
-from segue.engine import AsyncEngine, EngineCore
+from segue.engine import AsyncEngine, EngineCore, Request
 from tests.fakes import FakeExecutor, expected
 
 
@@ -192,3 +192,143 @@ def test_a_broken_engine_tells_every_stream():
             await collect(engine, [1, 2], greedy())
 
     asyncio.run(main())
+
+
+PROMPT = list(range(30))
+
+
+class Slow(FakeExecutor):
+    """Takes its time until told to hurry, so that a request is still running when a test does something to it."""
+
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.hurry = threading.Event()
+
+    def execute(self, plan):
+        self.hurry.wait(0.03)
+        return super().execute(plan)
+
+
+def slow():
+    executor = Slow(64, 4)
+    return AsyncEngine(EngineCore(executor, EngineConfig(64, 4, 64, 8, max_model_len=200))), executor.hurry
+
+
+def test_continuations_forks_and_holds():
+    async def main():
+        engine, hurry = slow()
+        last = [delta async for delta in engine.generate(PROMPT, greedy(8), hold=True)][-1]
+        child = [delta async for delta in engine.generate_continuation(last.state, [7], greedy(5))]
+        running = engine.generate(PROMPT, greedy(12), request_id="parent")
+        await anext(running)
+        heir = asyncio.create_task(collect(engine, Request(parent="parent", suffix=[8]), greedy(4)))
+        hurry.set()
+        rest = [token async for delta in running for token in delta.token_ids]
+        heirs = await heir
+        await engine.close()
+        return last, child, rest, heirs
+
+    last, child, rest, heirs = asyncio.run(main())
+    answer = expected(PROMPT, 12)
+    assert [token for delta in child for token in delta.token_ids] == expected([*PROMPT, *answer[:8], 7], 5)
+    assert (child[-1].reuse.held, child[-1].reuse.new) == (37, 2)
+    assert rest == answer[1:] and heirs == expected([*PROMPT, *answer, 8], 4)
+
+
+def test_an_heir_hears_that_its_parent_was_aborted():
+    async def main():
+        engine, _ = slow()
+        parent = engine.generate(PROMPT, greedy(150), request_id="parent")
+        await anext(parent)
+        heir = asyncio.create_task(collect(engine, Request(parent="parent"), greedy(4)))
+        while not await engine.call(lambda core: core._answers.get("parent").turn.heirs):
+            await asyncio.sleep(0)
+        await parent.aclose()
+        with pytest.raises(ParentFailed, match="aborted"):
+            await asyncio.wait_for(heir, 10)
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_saving_and_loading_beside_running_requests(tmp_path):
+    async def main():
+        (source, hurry), destination = slow(), make()
+        stream = source.generate(PROMPT, greedy(60), request_id="r")
+        seen = [await anext(stream) for _ in range(5)]
+        await source.save("r", tmp_path / "r.segue")
+        hurry.set()
+        seen += [delta async for delta in stream]
+        state = await destination.load(tmp_path / "r.segue")
+        rest = [token async for delta in destination.resume(state, consume=True) for token in delta.token_ids]
+        with pytest.raises(SnapshotError):
+            await destination.load(__file__)
+        usage = await destination.call(lambda core: (core.check(), core.stats().kv_usage))
+        await source.close()
+        await destination.close()
+        return [token for delta in seen for token in delta.token_ids], rest, usage
+
+    tokens, rest, usage = asyncio.run(main())
+    assert tokens == expected(PROMPT, 60)
+    assert rest and rest == tokens[-len(rest) :]
+    assert usage == (None, 0.0)
+
+
+def test_a_stream_goes_on_while_its_request_moves_there_and_back():
+    async def main():
+        (home, home_hurry), (away, away_hurry) = slow(), slow()
+        stream = home.generate(PROMPT, greedy(60), request_id="r")
+        seen = [await anext(stream) for _ in range(5)]
+        await home.hand_over("r", away)
+        seen += [await anext(stream) for _ in range(5)]
+        await away.hand_over("r", home)
+        home_hurry.set()
+        seen += [delta async for delta in stream]
+        usage = [await engine.call(lambda core: (core.check(), core.stats().kv_usage)) for engine in (home, away)]
+        home_hurry.clear()
+        again = home.generate(PROMPT, greedy(150), request_id="s")
+        await anext(again)
+        await home.hand_over("s", away)
+        await anext(again)
+        await again.aclose()  # ends it where it is now
+        while await away.call(lambda core: core.has_work):
+            await asyncio.sleep(0)
+        away_hurry.set()
+        await home.close()
+        await away.close()
+        return seen, usage
+
+    seen, usage = asyncio.run(main())
+    assert [token for delta in seen for token in delta.token_ids] == expected(PROMPT, 60)
+    assert usage == [(None, 0.0), (None, 0.0)]
+
+
+def test_a_refused_move_changes_nothing():
+    async def main():
+        home, hurry = slow()
+        small = AsyncEngine(EngineCore(FakeExecutor(4, 4), EngineConfig(4, 4, 64, 8, max_model_len=200)))
+        stream = home.generate(PROMPT, greedy(20), request_id="r")
+        seen = [await anext(stream)]
+        with pytest.raises(RequestTooLong):
+            await home.hand_over("r", small)
+        hurry.set()
+        seen += [delta async for delta in stream]
+        await home.close()
+        await small.close()
+        return [token for delta in seen for token in delta.token_ids]
+
+    assert asyncio.run(main()) == expected(PROMPT, 20)
+
+
+def test_leases_end_by_themselves_in_an_idle_engine():
+    async def main():
+        engine = make()
+        last = [delta async for delta in engine.generate(PROMPT, greedy(2), hold=0.05)][-1]
+        for _ in range(200):  # nothing is asked of the engine meanwhile
+            await asyncio.sleep(0.01)
+            if not last.state.num_held:
+                break
+        await engine.close()
+        return last.state
+
+    assert asyncio.run(main()).num_held == 0

@@ -90,6 +90,18 @@ def test_special_tokens(smollm2: LoadedModel) -> None:
     assert tokenizer.token_bytes(49152) == tokenizer.token_bytes(2**40) == tokenizer.token_bytes(-1) == b""
 
 
+def test_a_prompt_is_never_cut_and_added_tokens_keep_their_letters() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({chr(c): c - 97 for c in range(97, 123)}, []))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<é>"])
+    backend.enable_truncation(4)
+    backend.enable_padding(length=20)
+    tokenizer = TextTokenizer(backend)
+    assert len(tokenizer.encode("abcdefghij<é>")) == 11
+    assert tokenizer.decode(tokenizer.encode("a<é>b"), skip_special=False) == "a<é>b"
+
+
 def test_byte_tokenizer() -> None:
     tokenizer = ByteTokenizer()
     assert tokenizer.encode("é<|im_end|>", add_special=True) == [tokenizer.bos_id, 0xC3, 0xA9, tokenizer.eos_ids[1]]
