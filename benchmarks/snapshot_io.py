@@ -2,8 +2,9 @@
 
     python benchmarks/snapshot_io.py [--folder FOLDER] [--rounds N]
 
-Writing ends with fsync; reading is from the page cache. What is raw reads into one buffer that stays in the cache of the
-processor, and also straight into the destination, which is the least that a load can do. Medians of alternating rounds.
+Writing ends with fsync; reading is from the page cache. Raw reads go into one buffer, which stays in the processor's cache,
+and straight into the destination, which is the least that a load must do. Medians of alternating rounds; a save and a load
+use two threads, so that only a machine with two idle cores shows what they can do.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the one for temporary files")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
+    print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for kv_mib, chunk_mib in ((512, 1.0), (64, 0.7)):
             measure(Case(Path(folder), kv_mib * MIB, int(chunk_mib * MIB)), options.rounds)

@@ -71,5 +71,5 @@ def _answer(text: str, session: Session, engine: Engine) -> None:
         reply.close()
     reused, seconds = engine.stats().reused_tokens - reused_before, reply.result.first_token_seconds
     first_token = f"{seconds * 1e3:.0f} ms to the first token, " if seconds is not None else ""
-    num_prompt = len(reply.result.prompt)
+    num_prompt = reply.result.num_prompt
     print(f"\n  [{first_token}{num_prompt - reused} of {num_prompt} prompt tokens computed]", file=sys.stderr)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from segue.base.errors import InvalidRequest
 from segue.base.types import SamplingParams
+from segue.cli import handoff
 from segue.cli.options import add_engine_options, open_engine
 
 if TYPE_CHECKING:
-    from segue.state import State
     from segue.model.engine import Engine
+    from segue.state import State
 
 SYSTEM = (
     "You are the guide of a small maritime museum in an old harbour town. Visitors ask about ships, tides, lighthouses, "
@@ -39,11 +41,26 @@ class Turn:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "what",
+        nargs="?",
+        choices=("conversation", "handoff"),
+        default="conversation",
+        help="handoff: a request moves to another engine while it is being answered (default: conversation)",
+    )
     command.add_argument("--max-tokens", type=int, default=48, metavar="N", help="per answer (default: 48)")
+    command.add_argument(
+        "--processes", type=int, choices=(1, 2), help="for handoff: both engines in one, or each in its own"
+    )
+    command.add_argument("--join", metavar="HOST:PORT", help=argparse.SUPPRESS)
     add_engine_options(command)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.what == "handoff":
+        return handoff.run(arguments, SYSTEM, QUESTIONS[:2])
+    if arguments.processes is not None:
+        raise InvalidRequest("processes", "is for `segue demo handoff`")
     with open_engine(arguments) as engine:
         engine.generate(
             [1, 2, 3], SamplingParams(max_tokens=2)

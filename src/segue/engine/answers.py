@@ -53,13 +53,13 @@ class Answers:
     def open(self, turn: Turn, before: Progress | None = None) -> Active:
         """With `before`, the output that the turn brings is in the result from the start, and its text goes on from it."""
         completions = [Completion(index) for index in range(turn.params.n)]
-        result = Result(turn.id, turn.prompt, completions, turn.arrived_at)
+        result = Result(turn.id, turn.prompt, turn.num_prompt, completions, turn.arrived_at)
         active = Active(turn, result, [self._text(turn.params) for _ in completions], turn.params.n)
         if before is not None:
             first, text = completions[0], active.texts[0]
-            first.token_ids += turn.output
+            first.token_ids += turn.prompt[turn.num_prompt :]
             first.logprobs += [TokenLogprobs(*entry) for entry in before.logprobs]
-            first.text = "".join([text.push(token) for token in turn.output]) if text is not None else ""
+            first.text = "".join([text.push(token) for token in first.token_ids]) if text is not None else ""
         self._active[turn.id] = active
         return active
 
@@ -72,7 +72,7 @@ class Answers:
             active = self._active[sequence.turn.id]
             if active.result.first_token_at is None:
                 active.result.first_token_at = now
-                active.result.prompt = active.turn.prompt  # an heir's is known only by now
+                active.result.set_prompt(active.turn.prompt, active.turn.num_prompt)  # an heir's is known only by now
             piece = _next_piece(active.texts[sequence.index], token, sequence, finish)
             chosen = (logprobs,) if logprobs is not None else ()
             reason = sequence.finish_reason
@@ -92,7 +92,7 @@ class Answers:
 
     def retire(self, active: Active) -> None:
         active.result.finished_at = self._clock.now()
-        self.num_prompt_tokens += len(active.turn.prompt)
+        self.num_prompt_tokens += active.turn.num_prompt
         if active.turn.sequences:
             had, new = self.reuse, active.turn.sequences[0].reuse()
             self.reuse = Reuse(

@@ -55,7 +55,8 @@ class Result:
     """A finished request. Times are seconds on the engine's clock."""
 
     request_id: str
-    prompt: array[int]  # a continuation's includes its parent's tokens
+    _tokens: array[int]  # the first answer's sequence, which may grow
+    num_prompt: int
     completions: list[Completion]
     arrived_at: float
     first_token_at: float | None = None
@@ -72,7 +73,11 @@ class Result:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        return self.prompt.tolist()
+        """A continuation's include its parent's tokens."""
+        return self._tokens[: self.num_prompt].tolist()
+
+    def set_prompt(self, tokens: array[int], num_prompt: int) -> None:
+        self._tokens, self.num_prompt = tokens, num_prompt
 
     @property
     def state(self) -> State | None:

@@ -74,7 +74,7 @@ class Scheduler:
         params = turn.params
         limit = self.config.max_sequence_len
         if params.max_tokens is not None:
-            limit = min(limit, len(turn.prompt) + params.max_tokens)
+            limit = min(limit, turn.num_prompt + params.max_tokens)
         for index in range(params.n):
             self._next_id += 1
             turn.sequences.append(Sequence(self._next_id, index, turn, limit))
@@ -343,7 +343,7 @@ class Scheduler:
             self._orphan(turn, error)
             return
         turn.awaits, turn.parent, turn.num_shared = None, state, at
-        turn.prompt = state.tokens[:at] + turn.prompt
+        turn.begin_with(state.tokens[:at] + turn.prompt)
         self.submit(turn)
 
     def _disinherit(self, turn: Turn, index: int | None, why: str) -> None:

@@ -62,8 +62,9 @@ class Hold:
 class Turn:
     """One request under way: a call for `params.n` answers to a prompt.
 
-    The first `num_shared` tokens of a continuation's prompt are its `parent`'s. An heir, whose parent still runs, has only its
-    suffix for a prompt until then. A turn that came from another engine or from disk brings the `output` it had.
+    `prompt` becomes the first answer's token array, and grows with it; `num_prompt` says where the prompt ends. A turn that
+    came from another engine or from disk has its output so far in it as well. The first `num_shared` tokens of a continuation
+    are its `parent`'s. An heir, whose parent still runs, has only its suffix until then.
     """
 
     id: str
@@ -78,11 +79,18 @@ class Turn:
     parent: State | None = None
     num_shared: int = 0
     consume: bool = False
-    output: array[int] = field(default_factory=lambda: array("i"))
+    num_output: int = 0  # tokens at the end of `prompt` that are output, when the turn starts here
     sequences: list[Sequence] = field(default_factory=list)
     heirs: list[Heir] = field(default_factory=list)
     awaits: Turn | None = None  # an heir's parent
     expects: Lease | None = None  # the lease that waits for this turn's first run
+    num_prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begin_with(self.prompt)
+
+    def begin_with(self, prompt: array[int]) -> None:
+        self.prompt, self.num_prompt = prompt, len(prompt) - self.num_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +135,8 @@ class Sequence:
         self.id = sequence_id
         self.index = index
         self.turn = turn
-        self.tokens: array[int] = turn.prompt + turn.output
-        self.num_prompt = len(turn.prompt)
+        self.tokens: array[int] = turn.prompt[:] if index else turn.prompt
+        self.num_prompt = turn.num_prompt
         self.num_computed = 0
         self.limit = limit
         self.sampling = Sampling(
@@ -155,7 +163,7 @@ class Sequence:
             return Reuse()
         once = min(turn.parent.num_computed, turn.num_shared) if turn.parent is not None else 0
         recomputed = max(once - reused, 0)
-        new = self.num_prompt + len(turn.output) - reused - recomputed
+        new = self.num_prompt + turn.num_output - reused - recomputed
         return Reuse(self.num_from_lease, reused - self.num_from_lease, recomputed, new)
 
     @property

@@ -124,7 +124,9 @@ class TurnMaker:
         at = position(request.at, parent)
         _check_adapter(request.adapter, parent.scope)
         check_lengths(at + len(suffix), params, self._config)
-        turn = self._turn(request, request_id, parent.tokens[:at] + suffix, parent.scope)
+        prompt = parent.tokens[:at]  # the one thing here whose cost grows with the parent: a copy of its token ids
+        prompt.extend(suffix)
+        turn = self._turn(request, request_id, prompt, parent.scope)
         turn.parent, turn.num_shared = parent, at
         return turn
 
@@ -150,7 +152,7 @@ class TurnMaker:
         progress = self.checked_progress(state.progress, state.tokens)
         return Turn(
             request_id,
-            state.tokens[: progress.num_prompt],
+            state.tokens[:],
             progress.params,
             state.scope,
             progress.seed,
@@ -161,7 +163,7 @@ class TurnMaker:
             parent=state,
             num_shared=state.num_tokens,
             consume=consume,
-            output=state.tokens[progress.num_prompt :],
+            num_output=state.num_tokens - progress.num_prompt,
         )
 
     def checked_progress(self, progress: Progress | None, tokens: array[int]) -> Progress:

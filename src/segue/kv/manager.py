@@ -327,7 +327,11 @@ class KVManager:
             more = self._index.match(table.keys, tokens, lent[-1] if full else lease.scope, skip=full)
             if more.num_tokens > count:
                 return Match(
-                    [*lent, *more.blocks], more.tail_block, more.tail_tokens, more.num_tokens, num_borrowed=full
+                    lent + array("i", more.blocks),
+                    more.tail_block,
+                    more.tail_tokens,
+                    more.num_tokens,
+                    num_borrowed=full,
                 )
         return Match(lent, lease.blocks[full] if rest else None, rest, count, lease.indexed, num_borrowed=full)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from segue.model.backend import Backend
 from segue.model.batch import BatchBuilder
 from segue.model.decoder import Decoder
 from segue.model.sampler import sample
+
+_WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32}  # KV is copied as bits: numpy has no bf16
 
 
 class ModelRunner:
@@ -27,6 +30,11 @@ class ModelRunner:
         self._layout = KVLayout(
             str(backend.kv_dtype).removeprefix("torch."), (spec.num_layers, 2, spec.num_kv_heads, spec.head_dim)
         )
+        whole = _WHOLE_NUMBERS[self.kv.itemsize]
+        self._items = np.dtype(f"i{self.kv.itemsize}")
+        as_numbers = self.kv.view(whole)
+        # On the CPU one thread copies, beside the one that reads or writes a file: torch would start more than there are cores.
+        self._memory: Any = as_numbers.numpy() if self.kv.device.type == "cpu" else as_numbers
         self._decoder = decoder
         blocks = -(-config.max_sequence_len // size)
         self._batches = BatchBuilder(config.max_step_tokens, config.max_running, blocks, size, backend.device)
@@ -49,24 +57,26 @@ class ModelRunner:
 
     @torch.inference_mode()
     def read_kv(self, blocks: Sequence[int], start: int, stop: int, out: memoryview) -> None:
-        chunk = self._as_chunk(out, stop - start)
-        staged = chunk if self.kv.device.type == "cpu" else torch.empty_like(chunk, device=self.kv.device)
+        chunk = np.frombuffer(out, self._items).reshape(self._chunk_shape(stop - start))
+        if isinstance(self._memory, np.ndarray):
+            for block, inside, place in self._pieces(blocks, start, start, stop):
+                chunk[..., place, :] = self._memory[:, :, block, :, inside]
+            return
+        staged = torch.empty(chunk.shape, dtype=self._memory.dtype, device=self._memory.device)
         for block, inside, place in self._pieces(blocks, start, start, stop):
-            staged[..., place, :] = self.kv[:, :, block, :, inside]
-        if staged is not chunk:
-            chunk.copy_(staged)
+            staged[..., place, :] = self._memory[:, :, block, :, inside]
+        torch.from_numpy(chunk).copy_(staged)
 
     @torch.inference_mode()
     def write_kv(self, blocks: Sequence[int], start: int, stop: int, data: memoryview, first: int, last: int) -> None:
-        chunk = self._as_chunk(data, stop - start).to(self.kv.device)
+        chunk = np.frombuffer(data, self._items).reshape(self._chunk_shape(stop - start))
+        staged = chunk if isinstance(self._memory, np.ndarray) else torch.from_numpy(chunk.copy()).to(self.kv.device)
         for block, inside, place in self._pieces(blocks, start, first, last):
-            self.kv[:, :, block, :, inside] = chunk[..., place, :]
+            self._memory[:, :, block, :, inside] = staged[..., place, :]
 
-    def _as_chunk(self, data: memoryview, num_tokens: int) -> Tensor:
+    def _chunk_shape(self, num_tokens: int) -> tuple[int, ...]:
         *outer, head_dim = self._layout.shape
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of memory that may be read only; it is only read then
-            return torch.frombuffer(data, dtype=self.kv.dtype).view(*outer, num_tokens, head_dim)
+        return (*outer, num_tokens, head_dim)
 
     def _pieces(self, blocks: Sequence[int], start: int, first: int, last: int) -> Iterator[tuple[int, slice, slice]]:
         """For each block that positions `first … last-1` lie in: its id, where in the block, where in a chunk from `start`."""
@@ -80,6 +90,7 @@ class ModelRunner:
     def close(self) -> None:
         """Lets go of KV memory; the runner is of no use afterwards."""
         self.kv = torch.empty(0)
+        self._memory = self.kv
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         sources = torch.tensor([copy.src for copy in copies], device=self.kv.device)

@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Set
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, pairwise
-from math import isfinite, isnan
+from math import isnan
 from typing import Any, Protocol
 
 import xxhash
@@ -229,7 +229,7 @@ def _read_header(source: _Source) -> dict[str, Any]:
     text = source.section(length, "header", start=magic + sizes)
     try:
         header = json.loads(text.decode(), object_pairs_hook=_distinct)
-        _check_json(header, _MAX_NESTING)
+        _check_json(header)
     except (ValueError, RecursionError) as error:
         raise _invalid(f"its header is not plain JSON ({error})") from error
     return _object("header", header, _HEADER)
@@ -242,17 +242,17 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _check_json(value: object, levels: int) -> None:
-    """A ValueError for what the parser lets through: deep nesting, NaN, infinities, half of a surrogate pair."""
-    if isinstance(value, str):
-        value.encode()
-    elif isinstance(value, float) and not isfinite(value):
-        raise ValueError(f"{value} is not a number")
-    elif isinstance(value, (list, dict)):
-        if not levels:
-            raise ValueError(f"it is more than {_MAX_NESTING} levels deep")
-        for item in chain(value, value.values()) if isinstance(value, dict) else value:
-            _check_json(item, levels - 1)
+def _check_json(header: object) -> None:
+    """A ValueError for what the parser lets through: NaN, infinities, half of a surrogate pair, deep nesting."""
+    json.dumps(header, ensure_ascii=False, allow_nan=False).encode()
+    level = [header]
+    for _ in range(_MAX_NESTING):
+        lists = [
+            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, (dict, list))
+        ]
+        level = list(chain.from_iterable(lists))
+    if level:
+        raise ValueError(f"it is more than {_MAX_NESTING} levels deep")
 
 
 def _without_tokens(header: dict[str, Any], num_tokens: int) -> Snapshot:
