@@ -44,10 +44,11 @@ from segue.engine.outputs import Delta
 from segue.engine.stream import Stream
 from segue.state import Snapshot, codec
 from segue.state.codec import DIGEST_BYTES, Preamble, chunk_digest
+from segue.state.header import MAX_HEADER_BYTES, MAX_TOKENS
 
 TIMEOUT_SECONDS = 30.0
 _INDEX = Struct("<I")
-_MAX_HELLO = codec.MAX_HEADER_BYTES + 4 * codec.MAX_TOKENS + codec.MAX_LOGPROBS_BYTES + 2**10
+codec.MAX_PREAMBLE_BYTES = MAX_HEADER_BYTES + 4 * MAX_TOKENS + codec.MAX_LOGPROBS_BYTES + 2**10
 _NUM_BUFFERS = 2  # one for each thread
 _KV_AT = 64  # where a chunk's KV begins in the buffer it is sent from or received in: on a cache line
 
@@ -163,7 +164,7 @@ def receive_request(
     """
     link = Link(sock, timeout)
     with _undone(link):
-        hello = link.begin(Kind.HELLO, _MAX_HELLO)
+        hello = link.begin(Kind.HELLO, codec.MAX_PREAMBLE_BYTES)
         try:
             preamble = _read_hello(hello, engine.config.max_sequence_len)
             arrival = _make_room(engine, preamble.snapshot, salt)

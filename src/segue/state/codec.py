@@ -14,40 +14,39 @@ possible, and whatever is wrong is a SnapshotError. What `read_preamble` would r
 from __future__ import annotations
 
 import io
-import json
 import struct
 import sys
 from array import array
-from collections.abc import Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from math import isnan
 from typing import Any, Protocol
 
 import xxhash
 
-from segue.base.errors import InvalidRequest, SnapshotError
-from segue.base.types import MAX_LOGPROBS, MAX_SEED, SamplingParams
-from segue.kv.layout import ITEM_BYTES, KVLayout
-from segue.state.snapshot import Logprobs, Progress, Snapshot
+from segue.base.errors import SnapshotError
+from segue.base.types import MAX_LOGPROBS
+from segue.state.header import (
+    MAX_HEADER_BYTES,
+    MAX_TOKENS,
+    decode_header,
+    encode_header,
+    from_header,
+    invalid,
+    num_tokens_of,
+    whole,
+)
+from segue.state.snapshot import Logprobs, Snapshot
 
 MAGIC = b"\x89SGU\r\n\x1a\n"  # as PNG's: a transfer that takes the file for text breaks it right here
 VERSION = 1
 DIGEST_BYTES = 16
-MAX_HEADER_BYTES = 4 << 20
-MAX_TOKENS = 1 << 26
 MAX_LOGPROBS_BYTES = 256 << 20
-MAX_CHUNK_BYTES = 1 << 30
-_MAX_INT32 = 2**31 - 1
-_MAX_NESTING = 64
+MAX_PREAMBLE_BYTES = MAX_HEADER_BYTES + 4 * MAX_TOKENS + MAX_LOGPROBS_BYTES + 1024
 _ONE_READ = 1 << 20
 _VERSION_AND_LENGTH = struct.Struct("<II")
 _LOGPROB_BYTES = 8 + 4 + 2  # its value, its rank, how many tops
 _TOP_BYTES = 4 + 8  # token, value
-_TEXTS = ("id", "model", "scope", "adapter")
-_HEADER = {*_TEXTS, "job", "created_at", "layout", "num_tokens", "num_computed", "chunk_tokens", "progress", "note"}
-_PROGRESS = {"params", "seed", "num_prompt", "num_logprobs", "num_tops"}
-_PARAMS = {field.name for field in fields(SamplingParams)}
 
 
 class Readable(Protocol):
@@ -93,10 +92,10 @@ def read_preamble(file: Readable, *, available: int | None, max_tokens: int | No
     """
     source = _Source(file, available)
     header = _read_header(source)
-    num_tokens = _whole("num_tokens", header["num_tokens"], 1, MAX_TOKENS)
+    num_tokens = num_tokens_of(header)
     if max_tokens is not None and num_tokens > max_tokens:
         raise SnapshotError(f"The snapshot has {num_tokens} tokens; up to {max_tokens} are taken here.")
-    snapshot = _without_tokens(header, num_tokens)
+    snapshot = from_header(header, num_tokens)
     [tokens] = source.columns("list of tokens", ("i", num_tokens))
     snapshot = replace(snapshot, tokens=_checked_ids("tokens", tokens))
     if snapshot.progress is not None:
@@ -109,9 +108,7 @@ def read_preamble(file: Readable, *, available: int | None, max_tokens: int | No
 
 
 def _preamble_bytes(snapshot: Snapshot) -> bytes:
-    header = json.dumps(_header(snapshot), ensure_ascii=False, separators=(",", ":")).encode()
-    if len(header) > MAX_HEADER_BYTES:
-        raise ValueError(f"its header, with the note, takes {len(header)} bytes of the allowed {MAX_HEADER_BYTES}")
+    header = encode_header(snapshot)
     sections = [MAGIC + _VERSION_AND_LENGTH.pack(VERSION, len(header)) + header, _joined(array("i", snapshot.tokens))]
     if snapshot.progress is not None and snapshot.progress.logprobs:
         sections.append(_logprobs_bytes(snapshot.progress.logprobs))
@@ -120,33 +117,6 @@ def _preamble_bytes(snapshot: Snapshot) -> bytes:
         digest = chunk_digest(digest, 0, section)
         parts += [section, digest]
     return b"".join(parts)
-
-
-def _header(snapshot: Snapshot) -> dict[str, Any]:
-    progress = snapshot.progress
-    return {
-        **{name: getattr(snapshot, name) for name in _TEXTS},
-        "job": snapshot.job,
-        "created_at": snapshot.created_at,
-        "layout": {"dtype": snapshot.layout.dtype, "shape": snapshot.layout.shape},
-        "num_tokens": len(snapshot.tokens),
-        "num_computed": snapshot.num_computed,
-        "chunk_tokens": snapshot.chunk_tokens,
-        "progress": None if progress is None else _progress_header(progress),
-        "note": dict(snapshot.note),
-    }
-
-
-def _progress_header(progress: Progress) -> dict[str, Any]:
-    params = {field.name: getattr(progress.params, field.name) for field in fields(progress.params)}
-    params["logit_bias"] = list(progress.params.logit_bias.items())  # an object's keys would be texts, not ids
-    return {
-        "params": params,
-        "seed": progress.seed,
-        "num_prompt": progress.num_prompt,
-        "num_logprobs": len(progress.logprobs),
-        "num_tops": sum(len(tops) for _, _, tops in progress.logprobs),
-    }
 
 
 def _logprobs_bytes(logprobs: tuple[Logprobs, ...]) -> bytes:
@@ -226,102 +196,20 @@ def _read_header(source: _Source) -> dict[str, Any]:
         raise SnapshotError(f"The snapshot was written by a newer version: its format is {version}, ours is {VERSION}.")
     if version < VERSION or length > MAX_HEADER_BYTES:
         raise SnapshotError(f"The snapshot is damaged: format {version}, a header of {length} bytes.")
-    text = source.section(length, "header", start=magic + sizes)
-    try:
-        header = json.loads(text.decode(), object_pairs_hook=_distinct)
-        _check_json(header)
-    except (ValueError, RecursionError) as error:
-        raise _invalid(f"its header is not plain JSON ({error})") from error
-    return _object("header", header, _HEADER)
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
-    return found
-
-
-def _check_json(header: object) -> None:
-    """A ValueError for what the parser lets through: NaN, infinities, half of a surrogate pair, deep nesting."""
-    json.dumps(header, ensure_ascii=False, allow_nan=False).encode()
-    level = [header]
-    for _ in range(_MAX_NESTING):
-        lists = [
-            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, (dict, list))
-        ]
-        level = list(chain.from_iterable(lists))
-    if level:
-        raise ValueError(f"it is more than {_MAX_NESTING} levels deep")
-
-
-def _without_tokens(header: dict[str, Any], num_tokens: int) -> Snapshot:
-    """What the header says: a snapshot whose tokens and log-probabilities are still to come."""
-    snapshot = Snapshot(
-        **{name: _text(name, header[name]) for name in _TEXTS},
-        job=None if header["job"] is None else _text("job", header["job"]),
-        created_at=_real("created_at", header["created_at"]),
-        layout=_layout(_object("layout", header["layout"], {"dtype", "shape"})),
-        tokens=array("i"),
-        num_computed=_whole("num_computed", header["num_computed"], 0, num_tokens),
-        chunk_tokens=_whole("chunk_tokens", header["chunk_tokens"], 1, _MAX_INT32),
-        progress=None if header["progress"] is None else _progress(header["progress"], num_tokens),
-        note=_object("note", header["note"]),
-    )
-    if snapshot.num_chunks and snapshot.chunk_bytes(0) > MAX_CHUNK_BYTES:
-        raise _invalid(f"a chunk takes {snapshot.chunk_bytes(0)} bytes, over {MAX_CHUNK_BYTES}")
-    return snapshot
-
-
-def _layout(header: dict[str, Any]) -> KVLayout:
-    dtype, shape = _text("dtype", header["dtype"]), header["shape"]
-    if dtype not in ITEM_BYTES:
-        raise _invalid(f"its layout has the unknown dtype {dtype!r:.40}")
-    if not isinstance(shape, list) or not 1 <= len(shape) <= 8:
-        raise _invalid(f"its layout's shape is {shape!r:.40}")
-    layout = KVLayout(dtype, tuple(_whole("shape", size, 1, _MAX_INT32) for size in shape))
-    if layout.token_bytes > MAX_CHUNK_BYTES:
-        raise _invalid(f"the KV of one token takes {layout.token_bytes} bytes")
-    return layout
-
-
-def _progress(value: object, num_tokens: int) -> Progress:
-    header = _object("progress", value, _PROGRESS)
-    seed = _whole("seed", header["seed"], 0, MAX_SEED)
-    return Progress(_params(header["params"]), seed, _whole("num_prompt", header["num_prompt"], 0, num_tokens))
-
-
-def _params(value: object) -> SamplingParams:
-    """A field that an older version did not know has its default; one that we do not know is refused."""
-    header = _object("params", value)
-    if unknown := header.keys() - _PARAMS:
-        raise _invalid(f"params has the unknown field {min(unknown)!r:.40}")
-    for name in ("stop", "stop_token_ids", "logit_bias"):
-        if not isinstance(header.setdefault(name, []), list):
-            raise _invalid(f"{name} must be a list")
-    pairs = header["logit_bias"]
-    if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) for pair in pairs):
-        raise _invalid("logit_bias must be pairs of a token and a number")
-    bias = dict(pairs)
-    if len(bias) < len(pairs):
-        raise _invalid("logit_bias names a token twice")
-    try:
-        return SamplingParams(**{**header, "logit_bias": bias})
-    except InvalidRequest as error:
-        raise _invalid(str(error)) from error
+    return decode_header(source.section(length, "header", start=magic + sizes))
 
 
 def _read_logprobs(source: _Source, header: dict[str, Any], num_produced: int) -> tuple[Logprobs, ...]:
-    count = _whole("num_logprobs", header["num_logprobs"], 0, num_produced)
-    num_tops = _whole("num_tops", header["num_tops"], 0, count * MAX_LOGPROBS)
+    count = whole("num_logprobs", header["num_logprobs"], 0, num_produced)
+    num_tops = whole("num_tops", header["num_tops"], 0, count * MAX_LOGPROBS)
     if count * _LOGPROB_BYTES + num_tops * _TOP_BYTES > MAX_LOGPROBS_BYTES:
-        raise _invalid(f"its log-probabilities take over {MAX_LOGPROBS_BYTES} bytes")
+        raise invalid(f"its log-probabilities take over {MAX_LOGPROBS_BYTES} bytes")
     if not count:
         return ()
     codes = ("d", count), ("i", count), ("H", count), ("i", num_tops), ("d", num_tops)
     values, ranks, counts, ids, top_values = source.columns("list of log-probabilities", *codes)
     if sum(counts) != num_tops or any(map(isnan, chain(values, top_values))):
-        raise _invalid("its log-probabilities are not numbers, or not as many as announced")
+        raise invalid("its log-probabilities are not numbers, or not as many as announced")
     tops = list(zip(_checked_ids("logprobs", ids), top_values, strict=True))
     spans = pairwise(accumulate(counts, initial=0))
     tokens = zip(values, _checked_ids("ranks", ranks), spans, strict=True)
@@ -330,35 +218,5 @@ def _read_logprobs(source: _Source, header: dict[str, Any], num_produced: int) -
 
 def _checked_ids(name: str, ids: array[int]) -> array[int]:
     if min(ids, default=0) < 0:
-        raise _invalid(f"{name} has {min(ids)}, below 0")
+        raise invalid(f"{name} has {min(ids)}, below 0")
     return ids
-
-
-def _object(name: str, value: object, names: Set[str] | None = None) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _invalid(f"{name} must be an object, not {value!r:.40}")
-    if names is not None and (wrong := value.keys() ^ names):
-        raise _invalid(f"{name} lacks or should not have {min(wrong)!r:.40}")
-    return value
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise _invalid(f"{name} must be text, not {value!r:.40}")
-    return value
-
-
-def _whole(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _invalid(f"{name} must be a whole number from {low} to {high}, not {value!r:.40}")
-    return value
-
-
-def _real(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > sys.float_info.max:
-        raise _invalid(f"{name} must be a number, not {value!r:.40}")
-    return float(value)
-
-
-def _invalid(found: str) -> SnapshotError:
-    return SnapshotError(f"The snapshot is not valid: {found}.")

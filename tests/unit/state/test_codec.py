@@ -72,7 +72,7 @@ params = st.builds(
 @st.composite
 def snapshots(draw):
     tokens = array("i", draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40)))
-    num_prompt = draw(st.integers(0, len(tokens)))
+    num_prompt = draw(st.integers(1, len(tokens)))
     pairs = st.tuples(st.integers(0, 2**31 - 1), st.floats(allow_nan=False))
     entry = st.tuples(st.floats(allow_nan=False), st.integers(0, 2**31 - 1), st.lists(pairs, max_size=3).map(tuple))
     logprobs = st.lists(entry, max_size=len(tokens) - num_prompt).map(tuple)
@@ -212,7 +212,7 @@ WRONG = {
     "progress": [[], 3, {}, "no"],
     "progress.params": [None, {"temperature": 1.0, "magic": 1}],
     "progress.seed": [None, -1, 1.5, MAX_SEED + 1, True],
-    "progress.num_prompt": [None, -1, 5, 1.0, *HUGE],
+    "progress.num_prompt": [None, -1, 0, 5, 1.0, *HUGE],
     "progress.num_logprobs": [None, -1, 1, 3, *HUGE],
     "progress.num_tops": [None, -1, 1, 3, *HUGE],
     "progress.params.temperature": [None, -1, "1", True, 10**400],
