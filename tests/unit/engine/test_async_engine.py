@@ -228,7 +228,7 @@ def test_continuations_forks_and_holds():
         await engine.close()
         return last, child, rest, heirs
 
-    last, child, rest, heirs = asyncio.run(main())
+    _, child, rest, heirs = asyncio.run(main())
     answer = expected(PROMPT, 12)
     assert [token for delta in child for token in delta.token_ids] == expected([*PROMPT, *answer[:8], 7], 5)
     assert (child[-1].reuse.held, child[-1].reuse.new) == (37, 2)
