@@ -76,7 +76,7 @@ class Answers:
             piece = _next_piece(active.texts[sequence.index], token, sequence, finish)
             chosen = (logprobs,) if logprobs is not None else ()
             reason = sequence.finish_reason
-            reuse = sequence.reuse() if reason is not None else None
+            reuse = sequence.reuse if reason is not None else None
             delta = Delta(
                 sequence.turn.id, sequence.index, (token,), piece, chosen, reason, state=sequence.state, reuse=reuse
             )
@@ -93,8 +93,8 @@ class Answers:
     def retire(self, active: Active) -> None:
         active.result.finished_at = self._clock.now()
         self.num_prompt_tokens += active.turn.num_prompt
-        if active.turn.sequences:
-            had, new = self.reuse, active.turn.sequences[0].reuse()
+        if active.turn.sequences and (new := active.turn.sequences[0].reuse) is not None:
+            had = self.reuse
             self.reuse = Reuse(
                 had.held + new.held, had.cached + new.cached, had.recomputed + new.recomputed, had.new + new.new
             )

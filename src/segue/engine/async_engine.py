@@ -8,17 +8,17 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
-from contextlib import aclosing
-from dataclasses import replace
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from segue.base.errors import EngineClosed, SegueError
+from segue.base.errors import EngineClosed, SegueError, StateError
 from segue.base.types import SamplingParams
 from segue.engine.admission import Prompt
 from segue.engine.core import EngineCore
-from segue.engine.handoff import Export
+from segue.engine.handoff import Export, Import
 from segue.engine.loop import new_request_id
 from segue.engine.outputs import Delta
 from segue.engine.request import Request, as_request
@@ -27,18 +27,55 @@ from segue.state.store import SavedState
 from segue.state.store import save as save_snapshot
 
 _log = logging.getLogger(__name__)
+_LONGEST_SLEEP = 60.0  # seconds; a thread cannot wait for years
 T = TypeVar("T")
 
 
-Item = Delta | SegueError | AsyncGenerator[Delta]
-
-
-class _Inbox(asyncio.Queue[Item]):
+class _Inbox:
     """Where one stream's deltas arrive, and the event loop they must be handed over on."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[Item] = asyncio.Queue()
+        self._left = False
+
+    async def get(self) -> Item:
+        return await self._items.get()
+
+    def put(self, item: Item) -> None:
+        self._items.put_nowait(item)
+        if self._left:
+            self.leave()
+
+    def leave(self) -> None:
+        """The reader has gone: a request that went elsewhere ends there."""
+        self._left = True
+        while not self._items.empty():
+            item = self._items.get_nowait()
+            if isinstance(item, _Move):
+                item.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Where a request goes on, and where its deltas arrive there."""
+
+    destination: AsyncEngine
+    request_id: str
+    inbox: _Inbox
+
+    def deltas(self) -> AsyncGenerator[Delta]:
+        return self.destination._deltas(self.request_id, 1, self.inbox)
+
+    def abort(self) -> None:
+        self.destination._post(lambda: self.destination._abort(self.request_id, self.inbox))
+
+    def forget(self) -> None:
+        """It has no reader: its deltas are not kept."""
+        self.destination._post(lambda: self.destination._drop_inbox(self.request_id, self.inbox))
+
+
+Item = Delta | SegueError | _Move
 
 
 class AsyncEngine:
@@ -79,51 +116,77 @@ class AsyncEngine:
         return self._stream(chosen_id, 1, lambda: self._engine.resume(state, request_id=chosen_id, **options))
 
     async def save(self, state: State | str, path: str | Path, **options: Any) -> int:
-        """As `EngineCore.save`, chunk by chunk between steps: requests go on meanwhile."""
-        outgoing, done = await self.call(lambda engine: engine.begin_save(state, **options))
+        """As `EngineCore.save`, chunk by chunk between steps: requests go on meanwhile. Cancelling it does not stop the
+        writing, which ends by itself."""
+        outgoing, done = await self._ask(lambda: self._engine.begin_save(state, **options), lambda begun: begun[1]())
 
-        def read(index: int, out: memoryview) -> None:
-            self._call(lambda: outgoing.read(index, out)).result()
+        def write() -> int:
+            try:
+                return save_snapshot(Path(path), outgoing.snapshot, self._in_turn(outgoing.read))
+            finally:
+                self._post(done)
 
-        try:
-            return await asyncio.to_thread(save_snapshot, Path(path), outgoing.snapshot, read)
-        finally:
-            self._post(done)
+        return await asyncio.to_thread(write)
 
     async def load(self, path: str | Path, **options: Any) -> State:
-        """As `EngineCore.load`, chunk by chunk between steps: requests go on meanwhile."""
+        """As `EngineCore.load`, chunk by chunk between steps: requests go on meanwhile. Cancelled, it leaves nothing."""
+        cancelled = threading.Event()
 
-        def run() -> State:
+        def take() -> State:
             with SavedState.open(Path(path)) as saved:
                 arrival = self._call(lambda: self._engine.begin_load(saved.snapshot, **options)).result()
                 try:
-                    saved.take(lambda index, data: self._call(lambda: arrival.write(index, data)).result())
-                    return self._call(arrival.commit).result()
+                    saved.take(self._in_turn(arrival.write))
+                    state = self._call(arrival.commit).result()
                 except BaseException:
                     self._post(arrival.abort)
                     raise
+                if cancelled.is_set():
+                    self._post(lambda: self._engine.release(state))
+                return state
 
-        return await asyncio.to_thread(run)
+        try:
+            return await asyncio.to_thread(take)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def _in_turn(self, function: Callable[[int, memoryview], None]) -> Callable[[int, memoryview], None]:
+        """For a chunk at a time, on the engine's thread."""
+        return lambda index, data: self._call(lambda: function(index, data)).result()
 
     async def hand_over(self, request_id: str, destination: AsyncEngine, *, salt: str = "") -> str:
-        """Move a request to another engine of this event loop. Its stream goes on without a break; its new id."""
-        export = await self.call(lambda engine: engine.export_request(request_id, salt=salt))
+        """Move a request to another engine of this event loop. Its stream goes on without a break; its new id. Cancelled
+        or refused, it leaves the request where it is."""
+        export = await self._ask(
+            lambda: self._engine.export_request(request_id, salt=salt), lambda begun: begun.abort()
+        )
         try:
-            arrival = await destination.call(lambda engine: engine.import_request(export.snapshot, salt=salt))
+            arrival = await destination._ask(
+                lambda: destination._engine.import_request(export.snapshot, salt=salt), lambda begun: begun.abort()
+            )
             try:
-                for index in arrival.missing:
-                    chunk = memoryview(bytearray(export.snapshot.chunk_bytes(index)))
-                    await asyncio.wrap_future(self._call(partial(export.read, index, chunk)))
-                    await asyncio.wrap_future(destination._call(partial(arrival.write, index, chunk)))
-                successor = await destination._begin(arrival.request_id, arrival.commit)
+                await self._ship(export, arrival, destination)
+                inbox = await destination._begin(arrival.request_id, arrival.commit)
             except BaseException:
                 destination._post(arrival.abort)
                 raise
         except BaseException:
             self._post(export.abort)
             raise
-        await self.call(lambda _: self._leave(export, destination._deltas(arrival.request_id, 1, successor)))
+        move = _Move(destination, arrival.request_id, inbox)
+        left = self._call(lambda: self._leave(export, move))
+        left.add_done_callback(lambda done: move.abort() if done.exception() else None)
+        await asyncio.shield(asyncio.wrap_future(left))
         return arrival.request_id
+
+    async def _ship(self, export: Export, arrival: Import[str], destination: AsyncEngine) -> None:
+        """KV that has to give way meanwhile is computed again over there."""
+        with suppress(StateError):
+            for index in arrival.missing:
+                chunk = memoryview(bytearray(export.snapshot.chunk_bytes(index)))
+                await asyncio.wrap_future(self._call(partial(export.read, index, chunk)))
+                await asyncio.wrap_future(destination._call(partial(arrival.write, index, chunk)))
 
     async def call(self, function: Callable[[EngineCore], T]) -> T:
         """Run `function` on the engine's thread, between two steps."""
@@ -135,6 +198,19 @@ class AsyncEngine:
         self._post(lambda: None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
+
+    async def _ask(self, function: Callable[[], T], undo: Callable[[T], object]) -> T:
+        """A command whose effect is undone if nobody waits for it any more when it has been carried out."""
+        future = self._call(function)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(lambda done: self._undo(done, undo))
+            raise
+
+    def _undo(self, done: Future[T], undo: Callable[[T], object]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._post(partial(_discard, undo, done.result()))
 
     def _encoded(self, request: Request) -> dict[str, Any]:
         """Text becomes tokens here, on the caller's side."""
@@ -174,9 +250,9 @@ class AsyncEngine:
                 item = await inbox.get()
                 if isinstance(item, SegueError):
                     raise item
-                if not isinstance(item, Delta):
+                if isinstance(item, _Move):
                     unfinished = 0
-                    async with aclosing(item) as elsewhere:
+                    async with aclosing(item.deltas()) as elsewhere:
                         async for delta in elsewhere:
                             yield delta
                     return
@@ -187,15 +263,18 @@ class AsyncEngine:
         finally:
             if unfinished:
                 self._post(lambda: self._abort(request_id, inbox))
+                inbox.leave()
 
     # The engine's thread
 
-    def _leave(self, export: Export, successor: AsyncGenerator[Delta]) -> None:
-        """The request goes on elsewhere, and whoever reads its stream reads that."""
-        inbox = self._inboxes.pop(export.request_id, None)
+    def _leave(self, export: Export, move: _Move) -> None:
+        """The request goes on elsewhere, and whoever reads its stream reads that; if nobody does any more, it ends."""
         export.commit()
-        if inbox is not None:
-            _hand_over(inbox.loop, [(inbox, successor)])
+        inbox = self._inboxes.pop(export.request_id, None)
+        if inbox is None:
+            move.forget()
+        elif not _hand_over(inbox.loop, [(inbox, move)]):
+            move.abort()
 
     def _run(self) -> None:
         try:
@@ -213,9 +292,16 @@ class AsyncEngine:
         """Carry out what was asked meanwhile; sleep if there is neither that nor work."""
         with self._wake:
             while not (self._commands or self._engine.has_work or self._stopping):
-                self._wake.wait(self._engine.expire())
+                self._wake.wait(min(self._engine.expire() or _LONGEST_SLEEP, _LONGEST_SLEEP))
         while self._commands:
-            self._commands.popleft()()
+            self._carry_out(self._commands.popleft())
+
+    def _carry_out(self, command: Callable[[], None]) -> None:
+        """What one caller asked for cannot end the engine for the others."""
+        try:
+            command()
+        except Exception:
+            _log.exception("a command failed")
 
     def _deliver(self, deltas: list[Delta]) -> None:
         """One hand-over per event loop and step, not one per token."""
@@ -238,6 +324,10 @@ class AsyncEngine:
             if inbox.loop is loop:
                 self._abort(request_id, inbox)
 
+    def _drop_inbox(self, request_id: str, inbox: _Inbox) -> None:
+        if self._inboxes.get(request_id) is inbox:
+            del self._inboxes[request_id]
+
     def _abort(self, request_id: str, inbox: _Inbox) -> None:
         """Only if the request is still this stream's: an id may have been refused because another has it."""
         if self._inboxes.get(request_id) is inbox:
@@ -246,15 +336,20 @@ class AsyncEngine:
 
     def _shut_down(self) -> None:
         self._stopping = True
-        self._engine.close()
-        error = EngineClosed(f"the engine stopped: {self._failure}" if self._failure else "the engine is closed")
-        for inbox in self._inboxes.values():
-            _hand_over(inbox.loop, [(inbox, error)])
-        self._inboxes.clear()
-        with self._wake:
-            self._ended = True
-        while self._commands:
-            self._commands.popleft()()  # each finds the engine stopping, and tells its caller
+        try:
+            self._engine.close()
+        except Exception as failure:
+            self._failure = self._failure or failure
+            _log.exception("the engine could not be closed")
+        finally:
+            error = EngineClosed(f"the engine stopped: {self._failure}" if self._failure else "the engine is closed")
+            for inbox in self._inboxes.values():
+                _hand_over(inbox.loop, [(inbox, error)])
+            self._inboxes.clear()
+            with self._wake:
+                self._ended = True
+            while self._commands:
+                self._carry_out(self._commands.popleft())  # each finds the engine stopping, and tells its caller
 
     # The caller's side
 
@@ -291,10 +386,14 @@ def _hand_over(loop: asyncio.AbstractEventLoop, items: list[tuple[_Inbox, Item]]
 
     def put() -> None:
         for inbox, item in items:
-            inbox.put_nowait(item)
+            inbox.put(item)
 
     try:
         loop.call_soon_threadsafe(put)
     except RuntimeError:
         return False
     return True
+
+
+def _discard(undo: Callable[[T], object], result: T) -> None:
+    undo(result)

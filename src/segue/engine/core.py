@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from segue.base.errors import StateError, UnknownState
+from segue.base.errors import ForgottenState, StateError, UnknownState
 from segue.base.types import FinishReason
 from segue.engine.handoff import Export, Import
 from segue.engine.loop import EngineLoop, new_request_id
 from segue.engine.outputs import Delta
-from segue.engine.request import At, as_hold, check_at, check_terms
+from segue.engine.request import At, as_hold, check_at, check_id, check_terms
 from segue.engine.sequence import Hold, Sequence
 from segue.engine.transfer import Outgoing
 from segue.engine.turns import position
@@ -51,8 +52,9 @@ class EngineCore(EngineLoop):
         it stands now."""
         check_at(at)
         check_terms(hold, value)
+        check_id("state_id", state_id)
         chosen_id = new_state_id() if state_id is None else state_id
-        self._turns.check_free(chosen_id)
+        self._turns.check_free(chosen_id, parent.scope.salt if isinstance(parent, State) else salt)
         terms = as_hold(hold, value)
         sequence = self._turns.unfinished(parent, salt) if isinstance(parent, str) else None
         if sequence is None:
@@ -75,9 +77,7 @@ class EngineCore(EngineLoop):
 
     def release(self, state: State | str, *, salt: str | None = None) -> None:
         """Give up a hold; a second time does nothing. The state stays known, and its KV reusable while memory lasts."""
-        if isinstance(state, State):
-            self._desk.release(state)
-        else:
+        with suppress(ForgottenState):  # it lost its hold when it was given up
             self._desk.release(self._find(state, salt))
 
     def set_lease_quota(self, salt: str, num_blocks: int | None) -> None:
@@ -133,13 +133,14 @@ class EngineCore(EngineLoop):
         """Make room for a state. It gets `state_id`, or its old id where that is free, or a new one."""
         self._require_open()
         check_terms(hold, value)
+        check_id("state_id", state_id)
         if state_id is not None:
-            self._turns.check_free(state_id)
-        taken = snapshot.id in self._answers or self._desk.ledger.get(snapshot.id) is not None
-        chosen_id = state_id or (new_state_id() if taken else snapshot.id)
+            self._turns.check_free(state_id, salt)
+        chosen_id = state_id or self._turns.free_id(snapshot.id) or new_state_id()
         terms = as_hold(hold, value)
 
         def keep(state: State) -> State:
+            self._require_open()
             self._scheduler.keep(state)
             if terms is None:
                 self._desk.release(state)
@@ -147,7 +148,8 @@ class EngineCore(EngineLoop):
                 self.kv.leases.renew(state.lease, **self._desk.terms(terms))
             return state
 
-        return Import(self._desk.receive(snapshot, self._turns.scope(salt, snapshot.adapter)), chosen_id, keep)
+        incoming = self._desk.receive(snapshot, self._turns.scope(salt, snapshot.adapter))
+        return Import(incoming, chosen_id, keep, self._turns.reserve(chosen_id))
 
     def resume(
         self,
@@ -163,15 +165,15 @@ class EngineCore(EngineLoop):
         answer, its deltas are those that were not seen yet."""
         self._require_open()
         check_terms(hold, value)
+        check_id("request_id", request_id)
         found = self._find(state, salt)
         chosen_id = request_id or new_request_id()
-        self._turns.check_free(chosen_id)
+        self._turns.check_free(chosen_id, found.scope.salt)
         return self._resume(found, chosen_id, as_hold(hold, value), consume=consume)
 
     def _resume(self, state: State, request_id: str, hold: Hold | None, *, consume: bool) -> str:
         turn = self._turns.resumed(state, request_id, hold, consume=consume)
-        self._answers.open(turn, state.progress)
-        self._scheduler.submit(turn)
+        self._start(turn, state.progress)
         return request_id
 
     # To and from other engines
@@ -207,18 +209,18 @@ class EngineCore(EngineLoop):
         """Make room for a request from another engine. Refused here, before any change, if it cannot run."""
         self._require_open()
         check_terms(hold, value)
+        check_id("request_id", request_id)
         chosen_id = snapshot.id if request_id is None else request_id
-        self._turns.check_free(chosen_id)
+        self._turns.check_free(chosen_id, salt)
         self._turns.checked_progress(snapshot.progress, snapshot.tokens)
         incoming = self._desk.receive(snapshot, self._turns.scope(salt, snapshot.adapter))
         terms = as_hold(hold, value)
 
         def run(state: State) -> str:
-            if state.lease is not None:
-                state.lease.transient = True  # nobody else knows this state
+            self._require_open()
             return self._resume(state, chosen_id, terms, consume=True)
 
-        return Import(incoming, chosen_id, run)
+        return Import(incoming, chosen_id, run, self._turns.reserve(chosen_id))
 
     def end_export(self, export: Export, successor: Iterator[Delta] | None) -> None:
         """The other engine has the request: nothing is left of it here but its caller's stream."""

@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Mapping
 from hashlib import blake2b
+from math import inf
 from typing import Any
 
 from segue.base.clock import Clock
@@ -51,7 +52,7 @@ class StateDesk:
         """By id, or the very object; an error says why there is none."""
         known = self.ledger.find(state if isinstance(state, str) else state.id, salt)
         if known is not state and not isinstance(state, str):
-            raise InvalidRequest("parent", f"{state!r} is not a state of this engine, or another has its id by now")
+            raise InvalidRequest("state", f"{state!r} is not a state of this engine, or another has its id by now")
         return known
 
     # Hold, release, fork
@@ -63,7 +64,7 @@ class StateDesk:
     def hold(self, state: State, hold: Hold) -> None:
         """Keep what KV there is from now on, on these terms: what its lease has, or what the prefix cache still has."""
         lease, terms = state.lease, self.terms(hold)
-        if lease is not None and state.num_held == state.num_computed:
+        if lease is not None and state.num_held and (lease.num_heirs or state.num_held == state.num_computed):
             self._kv.leases.renew(lease, **terms)
             return
         state.lease = self.grasp(state, state.num_tokens, job=state.job, **terms)
@@ -85,10 +86,9 @@ class StateDesk:
 
     def grasp(self, state: State, num_tokens: int, **terms: Any) -> Lease | None:
         """A new lease on as much KV as can be had for the state's first `num_tokens` tokens."""
-        most = min(num_tokens, state.num_computed)
-        held = min(state.num_held, most)
-        if held < most:
-            found = self._cached(state, most)
+        held = min(state.num_held, num_tokens)
+        if held < min(num_tokens, state.num_computed) or not state.num_computed:
+            found = self._cached(state, num_tokens)
             if found.num_tokens > held:
                 blocks = array("i", found.blocks)
                 blocks.extend(() if found.tail_block is None else (found.tail_block,))
@@ -140,7 +140,10 @@ class StateDesk:
             kv.close(table)
             needed = kv.blocks_for(snapshot.num_computed) - len(match.blocks)
             raise NoRoom(f"{needed} blocks are needed for {snapshot.num_computed} tokens of KV, and cannot be had now")
-        lease = kv.hold(table, snapshot.num_computed, job=snapshot.job) if table.blocks else None
+        lease = None
+        if table.blocks:
+            lease = kv.hold(table, snapshot.num_computed, job=snapshot.job, value=inf, transient=True)
+            lease.indexed = False  # not before everything is in it
         kv.close(table)
         return Incoming(self._executor, kv, snapshot, scope, table.keys, lease, match.num_tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from segue.base.errors import StateError
@@ -63,18 +64,48 @@ class Export:
 
 class Import(Generic[T]):
     """Room for a state, or a request, that is about to arrive. Chunks of `missing` are enough; one that never comes is
-    computed again. `commit` gives what the caller is to go on with: a running request's id, or a state."""
+    computed again. `commit` gives what the caller is to go on with: a running request's id, or a state.
 
-    def __init__(self, incoming: Incoming, request_id: str, commit: Callable[[State], T]) -> None:
+    Its id is kept for it from the beginning. After `commit` or `abort` it is of no more use.
+    """
+
+    def __init__(
+        self, incoming: Incoming, request_id: str, commit: Callable[[State], T], free_id: Callable[[], None]
+    ) -> None:
         self.request_id = request_id
         self.missing = incoming.missing
-        self.write = incoming.write
-        self.abort = incoming.abort
         self._incoming = incoming
         self._commit = commit
+        self._free_id = free_id
+        self._open = True
+
+    def write(self, index: int, data: memoryview) -> None:
+        """Take in one chunk."""
+        self._require_open()
+        self._incoming.write(index, data)
 
     def commit(self) -> T:
-        return self._commit(self._incoming.finish(self.request_id))
+        self._require_open()
+        self._close()
+        try:
+            return self._commit(self._incoming.finish(self.request_id))
+        except BaseException:
+            self._incoming.abort()
+            raise
+
+    def abort(self) -> None:
+        """Give everything back; does nothing after `commit`."""
+        if self._open:
+            self._close()
+            self._incoming.abort()
+
+    def _close(self) -> None:
+        self._open = False
+        self._free_id()
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise StateError(f"the import of {self.request_id!r} has ended")
 
 
 def hand_over(source: EngineCore, destination: EngineCore, request_id: str, *, salt: str = "") -> str:
@@ -84,10 +115,11 @@ def hand_over(source: EngineCore, destination: EngineCore, request_id: str, *, s
         arrival = destination.import_request(export.snapshot, salt=salt)
         try:
             buffer = memoryview(bytearray(export.snapshot.chunk_bytes(0))) if arrival.missing else memoryview(b"")
-            for index in arrival.missing:
-                chunk = buffer[: export.snapshot.chunk_bytes(index)]
-                export.read(index, chunk)
-                arrival.write(index, chunk)
+            with suppress(StateError):  # KV that had to give way is computed again
+                for index in arrival.missing:
+                    chunk = buffer[: export.snapshot.chunk_bytes(index)]
+                    export.read(index, chunk)
+                    arrival.write(index, chunk)
             moved_id = arrival.commit()
         except BaseException:
             arrival.abort()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -18,13 +19,13 @@ from segue.engine.executor import Executor, StepPlan, check_result
 from segue.engine.outputs import Delta, EngineStats, Result
 from segue.engine.request import Request, as_request
 from segue.engine.scheduler import Scheduler
-from segue.engine.sequence import Heir
+from segue.engine.sequence import Heir, Turn
 from segue.engine.stream import Mailbox, Stream
 from segue.engine.text import Tokenizer
-from segue.engine.turns import TurnMaker
+from segue.engine.turns import TurnMaker, answer_names
 from segue.kv import KVManager
 from segue.policies import FirstComeFirstServed, Policy
-from segue.state import State
+from segue.state import Progress, State
 
 
 class EngineLoop:
@@ -70,6 +71,7 @@ class EngineLoop:
         )
         self._arrived: list[Delta] = []  # for the caller of step()
         self._mail: dict[str, Mailbox] = {}  # of those that have a stream
+        self._abandoned: deque[tuple[str, Mailbox]] = deque()
         self._num_steps = 0
         self._closed = False
 
@@ -81,13 +83,14 @@ class EngineLoop:
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def advance(self) -> None:
-        """One step, if there is work."""
+    def advance(self) -> bool:
+        """One step. False if there is nothing to do."""
+        self._end_abandoned()
         plan = self._scheduler.plan()
         if not plan.rows:
             if self._scheduler.num_waiting:
                 raise IntegrityError("requests wait, nothing runs, and none can be admitted")
-            return
+            return False
         self._num_steps += 1
         try:
             result = self._executor.execute(plan)
@@ -97,10 +100,11 @@ class EngineLoop:
             self._tell_orphans()
             if not isinstance(error, Exception):
                 raise  # an interrupt: the step is undone, and the caller hears of it
-            return
+            return True
         produced = self._scheduler.apply(plan, result)
         self._deliver(self._answers.publish(produced, self._scheduler.finish))
         self._tell_orphans()
+        return True
 
     def _fail(self, plan: StepPlan, cause: BaseException) -> list[Delta]:
         error = StepFailed(f"the step failed: {type(cause).__name__}: {cause}")
@@ -118,17 +122,22 @@ class EngineLoop:
         for delta in deltas:
             mailbox = self._mail.get(delta.request_id)
             (self._arrived if mailbox is None else mailbox.deltas).append(delta)
+        for delta in deltas:
+            if delta.finish_reason is not None and delta.request_id not in self._answers:
+                self._mail.pop(delta.request_id, None)  # its stream has it; the id may be used again
 
     def _tell_orphans(self) -> None:
         """Heirs whose parent left them nothing end with an error."""
         orphans, self._scheduler.orphans = self._scheduler.orphans, []
         for turn, error in orphans:
-            if active := self._answers.get(turn.id):
+            active = self._answers.get(turn.id)
+            if active is not None and active.turn is turn:
                 self._deliver(self._answers.end(active, range(turn.params.n), error))
 
     @property
     def has_work(self) -> bool:
         """Something to compute, or to hand out."""
+        self._end_abandoned()
         return bool(self._scheduler.num_running or self._scheduler.num_waiting or self._arrived)
 
     def is_active(self, request_id: str) -> bool:
@@ -150,21 +159,30 @@ class EngineLoop:
         """Queue a request and return its id. `submit(prompt, params, hold=True, …)` stands for
         `submit(Request(prompt, params, hold=True, …))`. One that could never run is refused here."""
         self._require_open()
+        self._end_abandoned()
         request = as_request(request, params, options)
         request_id = new_request_id() if request.request_id is None else request.request_id
-        self._turns.check_free(request_id, request.params.n)
+        self._turns.check_free(request_id, request.salt, request.params.n)
         if request.parent is None:
-            turn = self._turns.first(request, request_id)
+            self._start(self._turns.first(request, request_id))
+            return request_id
+        child = self._turns.continuation(request, request_id)
+        if isinstance(child, Heir):
+            self._open(child.turn)
+            self._scheduler.await_parent(child)
         else:
-            child = self._turns.continuation(request, request_id)
-            if isinstance(child, Heir):
-                self._answers.open(child.turn)
-                self._scheduler.await_parent(child)
-                return request_id
-            turn = child
-        self._answers.open(turn)
-        self._scheduler.submit(turn)
+            self._start(child)
         return request_id
+
+    def _start(self, turn: Turn, before: Progress | None = None) -> None:
+        self._open(turn, before)
+        self._scheduler.submit(turn)
+
+    def _open(self, turn: Turn, before: Progress | None = None) -> None:
+        """From here on the id is the new request's: a state that had it is gone, however the request ends."""
+        for name in answer_names(turn.id, turn.params.n):
+            self._desk.ledger.remove(name)
+        self._answers.open(turn, before)
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its memory. False if it is not running."""
@@ -196,7 +214,7 @@ class EngineLoop:
                 streams.append(self.stream(prompt, own, **options))
             for stream in streams:
                 while stream.result.finished_at is None:
-                    self.advance()
+                    self.advance_for(stream.result.request_id)
                 if stream.result.error is not None:
                     raise stream.result.error
             return [stream.result for stream in streams]
@@ -233,8 +251,22 @@ class EngineLoop:
         """Whether a stream is open on it; if not, its deltas go to the caller of `step`."""
         return request_id in self._mail
 
+    def advance_for(self, request_id: str) -> None:
+        """A step that somebody who waits for this request needs."""
+        if not self.advance():
+            raise StateError(f"{request_id!r} stands still: it, or its parent, is on its way to another engine")
+
+    def abandon(self, request_id: str, mailbox: Mailbox) -> None:
+        """A stream was lost, perhaps in the middle of a step, perhaps in another thread: unfollow it when there is time."""
+        self._abandoned.append((request_id, mailbox))
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            self.unfollow(*self._abandoned.popleft())
+
     def unfollow(self, request_id: str, mailbox: Mailbox) -> None:
         """A stream was closed: its request ends, if it is still this stream's."""
+        mailbox.close()
         if self._mail.get(request_id) is mailbox:
             del self._mail[request_id]
             self.abort(request_id)
@@ -246,6 +278,7 @@ class EngineLoop:
     # Operation
 
     def stats(self) -> EngineStats:
+        self._end_abandoned()
         self.expire()
         reuse = self._answers.reuse
         return EngineStats(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from typing import Any, Literal
 
 from segue.base.errors import InvalidRequest
@@ -14,6 +13,7 @@ from segue.engine.sequence import Hold
 from segue.state import State
 
 At = int | Literal["now"] | None
+MAX_HOLD_SECONDS = 1e9  # some thirty years
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,7 @@ class Request:
         if not isinstance(self.params, SamplingParams):
             raise InvalidRequest("params", f"must be SamplingParams, not {type(self.params).__name__}")
         for name in ("request_id", "job_id"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise InvalidRequest(name, "must be a non-empty string")
+            check_id(name, getattr(self, name))
         for name in ("salt", "adapter"):
             if not isinstance(getattr(self, name), str):
                 raise InvalidRequest(name, f"must be a string, not {type(getattr(self, name)).__name__}")
@@ -69,6 +67,11 @@ class Request:
         check_at(self.at)
 
 
+def check_id(field: str, value: object) -> None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise InvalidRequest(field, "must be a non-empty string")
+
+
 def check_at(at: object) -> None:
     if at is None or at == "now":
         return
@@ -77,8 +80,8 @@ def check_at(at: object) -> None:
 
 
 def check_terms(hold: object, value: object) -> None:
-    if not isinstance(hold, (bool, int, float)) or not isfinite(hold) or hold < 0:
-        raise InvalidRequest("hold", f"must be True, False or a number of seconds, got {hold!r}")
+    if not isinstance(hold, (bool, int, float)) or not 0 <= hold <= MAX_HOLD_SECONDS:
+        raise InvalidRequest("hold", f"must be True, False or up to {MAX_HOLD_SECONDS:g} seconds, got {hold!r:.40}")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise InvalidRequest("value", f"must be a number, got {value!r}")
 

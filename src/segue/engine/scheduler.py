@@ -182,9 +182,8 @@ class Scheduler:
         self._running[sequence.id] = sequence
         sequence.status = Status.RUNNING
         sequence.num_computed = reservation.num_reused
-        if sequence.num_reused is None:
-            sequence.num_reused = reservation.num_reused
-            sequence.num_from_lease = min(num_held, reservation.num_reused)
+        sequence.starts(reservation.num_reused, min(num_held, reservation.num_reused))
+        turn.consume = False  # whatever the parent holds from now on, it holds for others
         self._settle_expected(turn)
         return reservation
 
@@ -194,7 +193,12 @@ class Scheduler:
         parent = turn.parent
         if parent is None or parent.lease is None or not parent.num_held:
             return self.kv.match(table, sequence.tokens), None
-        return self.kv.held(parent.lease, turn.num_shared, table, sequence.tokens), parent.lease
+        held = self.kv.held(parent.lease, turn.num_shared, table, sequence.tokens)
+        if not parent.lease.indexed:
+            found = self.kv.match(table, sequence.tokens)
+            if found.num_tokens > held.num_tokens:
+                return found, None
+        return held, parent.lease
 
     def _settle_expected(self, turn: Turn) -> None:
         """The lease a turn waited to continue from is needed for it no longer."""
@@ -240,7 +244,8 @@ class Scheduler:
                 self._wait(sequence)
                 continue
             sequence.table = self.kv.fork(first.table, shared)
-            sequence.num_computed = sequence.num_reused = shared
+            sequence.num_computed = shared
+            sequence.starts(shared, 0)
             sequence.status = Status.RUNNING
             self._running[sequence.id] = sequence
 
@@ -299,6 +304,7 @@ class Scheduler:
         """n tokens, KV for the `num_computed` of them that were fed: the last sampled one never was."""
         turn, table = sequence.turn, sequence.table
         heirs = [heir for heir in turn.heirs if heir.index == sequence.index]
+        turn.heirs = [heir for heir in turn.heirs if heir.index != sequence.index]
         lease = None
         if table is not None and (turn.hold is not None or heirs):
             lease = self.kv.hold(table, sequence.num_computed, job=turn.job_id, **self._terms(turn.hold))
@@ -347,18 +353,23 @@ class Scheduler:
         self.submit(turn)
 
     def _disinherit(self, turn: Turn, index: int | None, why: str) -> None:
-        """The heirs of one answer, or of all, will never run."""
+        """The heirs of one answer, or of all, will never run; nor will theirs."""
         lost = [heir for heir in turn.heirs if index is None or heir.index == index]
         turn.heirs = [heir for heir in turn.heirs if heir not in lost]
         for heir in lost:
-            if not heir.turn.sequences:
-                self._orphan(heir.turn, ParentFailed(f"its parent {turn.id!r} {why}"))
+            self._orphan(heir.turn, ParentFailed(f"its parent {turn.id!r} {why}"))
 
     def _orphan(self, turn: Turn, error: SegueError) -> None:
-        turn.awaits = None
-        self.states.note_failure(turn.id, turn.scope, _WHY_GONE[FinishReason.ERROR])
-        self.orphans.append(Orphan(turn, error))
-        self._disinherit(turn, None, _WHY_GONE[FinishReason.ERROR])
+        """End a turn that never ran, and all that wait for it, however long that line is."""
+        line = [Orphan(turn, error)]
+        for orphan in line:
+            turn = orphan.turn
+            turn.awaits = None
+            self.states.note_failure(turn.id, turn.scope, _WHY_GONE[FinishReason.ERROR])
+            failed = ParentFailed(f"its parent {turn.id!r} {_WHY_GONE[FinishReason.ERROR]}")
+            line += [Orphan(heir.turn, failed) for heir in turn.heirs]
+            turn.heirs = []
+        self.orphans += line
 
     # On the way to another engine
 
@@ -378,7 +389,7 @@ class Scheduler:
         self._waiting.remove(sequence)
         self._running.pop(sequence.id, None)
         sequence.status = Status.PARKED
-        state = self.fork(sequence, sequence.state_id, value=inf)
+        state = self.fork(sequence, sequence.state_id, value=inf, transient=True)
         if sequence.table is not None:
             self.kv.commit_tail(sequence.table, sequence.tokens, sequence.num_computed)
             self.kv.clear(sequence.table)
@@ -388,9 +399,8 @@ class Scheduler:
     def unpark(self, sequence: Sequence, state: State) -> None:
         """Let a parked sequence go on here, from as much of its KV as is left."""
         turn = sequence.turn
-        turn.parent, turn.num_shared, turn.consume = state, state.num_tokens, True
         if state.lease is not None:
-            state.lease.transient = True  # it is for this sequence alone
+            turn.parent, turn.num_shared, turn.consume = state, state.num_tokens, True
         self._expect(turn)
         self._wait(sequence)
 

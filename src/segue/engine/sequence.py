@@ -117,10 +117,9 @@ class Sequence:
         "index",
         "limit",
         "num_computed",
-        "num_from_lease",
         "num_preemptions",
         "num_prompt",
-        "num_reused",
+        "reuse",
         "sampling",
         "state",
         "status",
@@ -148,23 +147,20 @@ class Sequence:
         self.error: Exception | None = None
         self.state: State | None = None  # what it left, once it has finished well
         self.num_preemptions = 0
-        self.num_reused: int | None = None  # tokens whose KV was there when it first ran; None before
-        self.num_from_lease = 0  # those of them that the parent's lease had
+        self.reuse: Reuse | None = None  # None before it first runs
 
     @property
     def state_id(self) -> str:
         """What its state will be called: as the request, or request/index where there are several answers."""
         return self.turn.id if self.turn.params.n == 1 else f"{self.turn.id}/{self.index}"
 
-    def reuse(self) -> Reuse:
-        """Where the tokens it started with came from. Zeros before it first ran."""
-        turn, reused = self.turn, self.num_reused
-        if reused is None:
-            return Reuse()
-        once = min(turn.parent.num_computed, turn.num_shared) if turn.parent is not None else 0
-        recomputed = max(once - reused, 0)
-        new = self.num_prompt + turn.num_output - reused - recomputed
-        return Reuse(self.num_from_lease, reused - self.num_from_lease, recomputed, new)
+    def starts(self, num_reused: int, num_held: int) -> None:
+        """It runs for the first time, with KV for `num_reused` of its tokens, `num_held` of them from its parent's lease."""
+        if self.reuse is None:
+            parent, shared = self.turn.parent, self.turn.num_shared
+            once = min(parent.num_computed, shared) if parent is not None else 0
+            recomputed = max(once - num_reused, 0)
+            self.reuse = Reuse(num_held, num_reused - num_held, recomputed, len(self.tokens) - num_reused - recomputed)
 
     @property
     def output(self) -> array[int]:

@@ -19,6 +19,12 @@ class Mailbox:
         self.deltas: deque[Delta] = deque()
         self.successor: Iterator[Delta] | None = None
 
+    def close(self) -> None:
+        """Nobody reads any more: the request ends wherever it went."""
+        close = getattr(self.successor, "close", None)
+        if close is not None:
+            close()
+
 
 class Stream:
     """Ends by itself, or by `close()`, which frees the request. Reading runs the engine as far as needed."""
@@ -49,7 +55,7 @@ class Stream:
                 return self._next_elsewhere(mailbox.successor)
             if self.result.finished_at is not None:
                 return None
-            self._engine.advance()
+            self._engine.advance_for(self.result.request_id)
         return mailbox.deltas.popleft()
 
     def _next_elsewhere(self, successor: Iterator[Delta]) -> Delta | None:
@@ -66,9 +72,7 @@ class Stream:
             return
         self._open = False
         self._engine.unfollow(self.result.request_id, self._mailbox)
-        close = getattr(self._mailbox.successor, "close", None)
-        if close is not None:
-            close()
 
     def __del__(self) -> None:
-        self.close()
+        if self._open:
+            self._engine.abandon(self.result.request_id, self._mailbox)

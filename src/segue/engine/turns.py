@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from collections.abc import Callable
 
 from segue.base.clock import Clock
 from segue.base.config import EngineConfig
@@ -40,6 +41,7 @@ class TurnMaker:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
+        self._reserved: set[str] = set()
         self._eos_ids = frozenset(tokenizer.eos_ids) if tokenizer is not None else frozenset()
 
     @property
@@ -63,15 +65,30 @@ class TurnMaker:
             raise InvalidRequest("adapter", f"{adapter!r} is not known: this engine has no adapters")
         return Scope(salt=salt, model=self._fingerprint)
 
-    def check_free(self, request_id: str, num_answers: int = 1) -> None:
-        """A new request or state may have this id, and its answers' states theirs."""
-        if request_id in self._answers:
-            raise InvalidRequest("request_id", f"{request_id!r} is already running")
-        for index in range(num_answers):
-            state_id = request_id if num_answers == 1 else f"{request_id}/{index}"
-            state = self._desk.ledger.get(state_id)
-            if state is not None and state.num_held:
-                raise InvalidRequest("request_id", f"{state_id!r} names a state that is held: release it first")
+    def check_free(self, name: str, salt: str, num_answers: int = 1) -> None:
+        """A new request or state of this tenant may have this id, and its answers' states theirs."""
+        for wanted in answer_names(name, num_answers):
+            if self._is_taken(wanted):
+                raise InvalidRequest("request_id", f"{wanted!r} is in use: a request with this id has not ended")
+            state = self._desk.ledger.get(wanted)
+            if state is not None and (state.num_held or state.scope.salt != salt):
+                raise InvalidRequest("request_id", f"{wanted!r} is in use: release the state that has it first")
+
+    def free_id(self, name: str) -> str | None:
+        """The id, if nothing at all has it."""
+        return None if self._is_taken(name) or self._desk.ledger.get(name) is not None else name
+
+    def reserve(self, name: str) -> Callable[[], None]:
+        """Keep an id for what is about to arrive; call the result when it has, or will not."""
+        self._reserved.add(name)
+        return lambda: self._reserved.discard(name)
+
+    def _is_taken(self, name: str) -> bool:
+        if name in self._answers or name in self._reserved:
+            return True
+        base, _, number = name.rpartition("/")
+        active = self._answers.get(base)
+        return active is not None and number in map(str, range(active.turn.params.n if active.turn.params.n > 1 else 0))
 
     def unfinished(self, name: str, salt: str) -> Sequence | None:
         """The sequence that a request id, or request id/index, names, if it is under way and the caller's."""
@@ -94,7 +111,7 @@ class TurnMaker:
             if turn.params.n > 1:
                 raise InvalidRequest("parent", f"{name!r} has {turn.params.n} answers: name one, such as '{name}/0'")
             number = "0"
-        elif turn.params.n == 1 or not number.isdecimal() or int(number) >= turn.params.n:
+        elif turn.params.n == 1 or name not in answer_names(turn.id, turn.params.n):
             return None
         index = int(number)
         ended = turn.sequences and turn.sequences[index].finish_reason is not None
@@ -169,6 +186,8 @@ class TurnMaker:
     def checked_progress(self, progress: Progress | None, tokens: array[int]) -> Progress:
         if progress is None:
             raise StateError("it had finished: continue it instead")
+        if progress.params.n != 1:
+            raise StateError(f"one answer can be resumed, and its parameters ask for {progress.params.n}")
         check_lengths(progress.num_prompt, progress.params, self._config)
         limit = progress.num_prompt + (progress.params.max_tokens or self._config.max_sequence_len)
         if not progress.num_prompt <= len(tokens) < min(limit, self._config.max_sequence_len):
@@ -189,6 +208,11 @@ class TurnMaker:
             as_hold(request.hold, request.value),
             consume=request.consume,
         )
+
+
+def answer_names(name: str, num_answers: int) -> list[str]:
+    """What the states of a request's answers are called, and the request itself."""
+    return [name] if num_answers == 1 else [name, *(f"{name}/{index}" for index in range(num_answers))]
 
 
 def position(at: At, state: State) -> int:

@@ -55,7 +55,7 @@ def _check_table(table: BlockTable, index: PrefixIndex) -> None:
 def _check_leases(leases: Leases, index: PrefixIndex) -> None:
     totals: Counter[str] = Counter()
     for lease in leases:
-        totals[lease.scope.salt] += len(lease.blocks)
+        totals[lease.scope.salt] += 0 if lease.transient else len(lease.blocks)
         _require(len(lease.blocks) > 0, f"lease {lease.id} is in the ledger and holds nothing")
         _require(lease.num_computed > (len(lease.blocks) - 1) * index.block_size, f"lease {lease.id} holds idle blocks")
         _require(lease.num_computed <= len(lease.blocks) * index.block_size, f"lease {lease.id} claims KV it lost")
@@ -63,23 +63,22 @@ def _check_leases(leases: Leases, index: PrefixIndex) -> None:
         for block in lease.blocks[: lease.num_computed // index.block_size] if lease.indexed else ():
             _require(index.parent[block] == before, f"block {block} of lease {lease.id} is not indexed below {before}")
             before = block
-    _require(totals == leases.totals, f"leases hold {dict(totals)} blocks, {dict(leases.totals)} counted")
+    _require(+totals == leases.totals, f"leases hold {dict(totals)} blocks, {dict(leases.totals)} counted")
     _require(leases.order_agrees(), "the order of leases names others than there are")
 
 
 def _check_loans(tables: Iterable[BlockTable], leases: Leases) -> None:
-    loans: Counter[int] = Counter()
+    loans: dict[int, list[int]] = {}
     for table in tables:
         if table.lender is not None:
-            loans[table.lender.id] += 1
+            loans.setdefault(table.lender.id, []).append(table.num_borrowed)
             borrowed = table.blocks[: table.num_borrowed]
             _require(borrowed == table.lender.blocks[: len(borrowed)], f"lease {table.lender.id} lost what it has lent")
-            _require(len(borrowed) <= table.lender.num_lent, f"lease {table.lender.id} forgot how much it has lent")
-    for lease in leases:
-        _require(lease.num_loans == loans.pop(lease.id, 0), f"lease {lease.id} counts {lease.num_loans} loans")
-    for lease in leases.outstanding():
-        _require(lease.num_loans == loans.pop(lease.id, 0) > 0, f"ended lease {lease.id} is kept for nobody")
-    _require(not loans, f"tables borrow from leases that are not there: {dict(loans)}")
+    for lease in (*leases, *leases.outstanding()):
+        found = sorted(loans.pop(lease.id, []))
+        _require(lease.loans == found, f"lease {lease.id} counts loans of {lease.loans} blocks, {found} found")
+    _require(all(lease.loans for lease in leases.outstanding()), "an ended lease is kept for nobody")
+    _require(not loans, f"tables borrow from leases that are not there: {loans}")
 
 
 def _check_pool(pool: BlockPool, held: Counter[int]) -> None:

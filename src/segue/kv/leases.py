@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Literal
 
@@ -20,9 +20,10 @@ from segue.kv.pool import BlockPool
 class Lease:
     """Keeps the KV of a sequence's first `num_computed` tokens from being reused.
 
-    `blocks` shrinks from its end when memory is needed, and is empty once the lease has ended. `value` is per block: what
-    the policy thinks losing one would cost. While `num_heirs` requests wait to continue from it, a lease does not expire
-    and is the last to shrink; a `transient` one is there for them only, and ends with the last of them.
+    `blocks` shrinks from its end when memory is needed, and is empty once the lease has ended and nothing of it is lent.
+    `value` is per block: what the policy thinks losing one would cost. While `num_heirs` requests wait to continue from
+    it, a lease does not expire and is the last to shrink. A `transient` one is the engine's own: no tenant is charged for
+    it, and it ends with the last of its heirs.
     """
 
     id: int
@@ -35,8 +36,12 @@ class Lease:
     value: float = 0.0
     transient: bool = False
     num_heirs: int = 0
-    num_loans: int = 0  # tables that run on its first blocks instead of holding those themselves
-    num_lent: int = 0  # how many blocks that is: they stay until the last loan is back, even after the lease's end
+    loans: list[int] = field(default_factory=list)  # how many blocks each borrower runs on, in order
+
+    @property
+    def num_lent(self) -> int:
+        """Blocks that tables run on instead of holding them: they stay until they are back, even after the lease's end."""
+        return self.loans[-1] if self.loans else 0
 
     @property
     def worth(self) -> tuple[bool, float, int]:
@@ -48,7 +53,8 @@ class Leases:
     """All leases that still hold something, in the order in which memory is taken back from them.
 
     A lease is never a reason that work cannot run: whoever needs blocks calls `reclaim`. `totals` counts each tenant's
-    blocks, once per lease that holds them; a tenant over its quota loses from its own leases.
+    blocks, once per lease that holds them; a tenant whose leases hold more different blocks than its quota loses from
+    its own.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, emit: Callable[[KVEvent], None]) -> None:
@@ -62,6 +68,7 @@ class Leases:
         self._order: list[tuple[bool, float, int]] = []  # every lease's worth
         self._expiries: list[tuple[float, int]] = []  # a heap; may name leases that were renewed or have ended
         self._outstanding: dict[int, Lease] = {}  # ended, with blocks still lent
+        self._refused: tuple[int, int] | None = None  # what could not be had, and when: `_pool.num_releases`
         self._last_id = 0
 
     def __len__(self) -> int:
@@ -70,9 +77,13 @@ class Leases:
     def __iter__(self) -> Iterator[Lease]:
         return iter(self._leases.values())
 
+    def __contains__(self, lease: Lease) -> bool:
+        """Still in force, and one of these: another engine's may have the same id."""
+        return self._leases.get(lease.id) is lease
+
     @property
     def num_blocks(self) -> int:
-        return sum(self.totals.values())
+        return sum(len(lease.blocks) for lease in self)
 
     # One lease's life
 
@@ -90,6 +101,7 @@ class Leases:
     ) -> Lease:
         """One more holder for `blocks`, which the lease takes over as its own array."""
         self._pool.retain(blocks)
+        self._refused = None
         self._last_id += 1
         lease = Lease(
             self._last_id,
@@ -103,56 +115,36 @@ class Leases:
             transient=transient,
         )
         self._leases[lease.id] = lease
-        self.totals[scope.salt] += len(blocks)
+        self._charge(lease, len(blocks))
         insort(self._order, lease.worth)
         self._note_expiry(lease)
         self._emit(Leased(lease.id, len(blocks)))
         self._enforce_quota(scope.salt)
-        if not lease.blocks and lease.id in self._leases:
+        if not lease.blocks and lease in self:
             self._forget(lease)
         return lease
 
     def renew(self, lease: Lease, *, expires_at: float | None, value: float) -> None:
-        """Other terms from now on, and no longer transient; one that has ended stays ended."""
-        if lease.id in self._leases:
+        """Other terms from now on, and the tenant's own; one that has ended stays ended."""
+        if lease in self:
             with self._reordered(lease):
-                lease.expires_at, lease.value, lease.transient = expires_at, value, False
+                lease.expires_at, lease.value = expires_at, value
+            if lease.transient:
+                lease.transient = False
+                self._charge(lease, len(lease.blocks))
             self._emit(Renewed(lease.id, expires_at, value))
+            self._enforce_quota(lease.scope.salt)
 
     def end(self, lease: Lease, why: Literal["released", "expired", "continued"] = "released") -> None:
         """A second time does nothing."""
-        if lease.id in self._leases:
+        if lease in self:
             held = lease.blocks
             self._forget(lease)
             self._pool.release(held[lease.num_lent :])
-            if lease.num_lent:
+            if lease.loans:
                 lease.blocks = held[: lease.num_lent]
                 self._outstanding[lease.id] = lease
             self._emit(Ended(lease.id, len(held), why))
-
-    # Loans
-
-    def lend(self, lease: Lease, num_blocks: int) -> None:
-        """A table is going to run on the first `num_blocks` blocks: one count instead of one for each block, however
-        long the state is."""
-        lease.num_loans += 1
-        lease.num_lent = max(lease.num_lent, num_blocks)
-
-    def lend_again(self, lease: Lease) -> None:
-        """A second table runs on what the first one borrowed."""
-        lease.num_loans += 1
-
-    def give_back(self, lease: Lease) -> None:
-        lease.num_loans -= 1
-        if not lease.num_loans:
-            lease.num_lent = 0
-            if self._outstanding.pop(lease.id, None) is not None:
-                self._pool.release(lease.blocks)
-                lease.blocks = array("i")
-
-    def outstanding(self) -> Iterator[Lease]:
-        """Leases that have ended and whose blocks somebody still runs on."""
-        return iter(self._outstanding.values())
 
     def trim(self, lease: Lease, num_tokens: int) -> None:
         """Let go of everything past the first `num_tokens` tokens."""
@@ -162,7 +154,7 @@ class Leases:
             self._pool.release(lost)
             self._charge(lease, -len(lost))
         lease.num_computed = min(lease.num_computed, num_tokens)
-        if not lease.blocks and lease.id in self._leases:
+        if not lease.blocks and lease in self:
             self._forget(lease)
 
     def await_heir(self, lease: Lease) -> None:
@@ -175,6 +167,27 @@ class Leases:
             lease.num_heirs -= 1
         if lease.transient and not lease.num_heirs:
             self.end(lease)
+
+    # Loans
+
+    def lend(self, lease: Lease, num_blocks: int) -> None:
+        """A table is going to run on the first `num_blocks` blocks: one entry instead of a count for each block, however
+        long the state is."""
+        insort(lease.loans, num_blocks)
+
+    def give_back(self, lease: Lease, num_blocks: int) -> None:
+        del lease.loans[bisect_left(lease.loans, num_blocks)]
+        self._refused = None
+        if lease.id in self._outstanding and self._outstanding[lease.id] is lease:
+            unused = lease.blocks[lease.num_lent :]
+            del lease.blocks[lease.num_lent :]
+            self._pool.release(unused)
+            if not lease.loans:
+                del self._outstanding[lease.id]
+
+    def outstanding(self) -> Iterator[Lease]:
+        """Leases that have ended and whose blocks somebody still runs on."""
+        return iter(self._outstanding.values())
 
     # Memory taken back
 
@@ -196,51 +209,76 @@ class Leases:
         if self._pool.num_free >= num_free:
             return True
         self.expire(now)
-        leases = [self._leases[lease_id] for _, _, lease_id in self._order]
-        if not self._can_free(leases, num_free - self._pool.num_free):
+        wanted = num_free - self._pool.num_free
+        if not self._leases or self._is_refused(wanted):
+            return wanted <= 0
+        victims = self._unshared_tails(wanted)
+        if victims is not None:
+            self._shrink(victims, num_free, spare_shared=True)
+            return True
+        if self._num_reclaimable() < wanted:
+            self._refused = (wanted, self._pool.num_releases)
             return False
-        before = [len(lease.blocks) for lease in leases]
-        for spare_shared in (True, False):  # first what frees memory at once, then what others still hold
-            for lease in leases:
-                if self._pool.num_free < num_free:
-                    self._shrink(lease, num_free, spare_shared)
-        for lease, had in zip(leases, before, strict=True):
-            if lost := had - len(lease.blocks):
-                self._lost(lease, lost, "pressure")
+        everyone = [self._leases[lease_id] for _, _, lease_id in self._order]
+        self._shrink(everyone, num_free, spare_shared=True)  # first what frees memory at once,
+        self._shrink(everyone, num_free, spare_shared=False)  # then what others still hold
         return True
 
-    def _can_free(self, leases: list[Lease], wanted: int) -> bool:
-        """Counts unshared tails, which is nearly always enough, before it counts every block that only leases hold."""
+    def _is_refused(self, wanted: int) -> bool:
+        """As much could not be had before, and since then nothing was let go that would change it."""
+        return self._refused is not None and self._refused[1] == self._pool.num_releases and wanted >= self._refused[0]
+
+    def _unshared_tails(self, wanted: int) -> list[Lease] | None:
+        """The first leases whose tails, held by nobody else, come to `wanted` blocks; None if all of them do not."""
         refs = self._pool.ref_count
-        found = 0
-        for lease in leases:
+        victims, found = [], 0
+        for _, _, lease_id in self._order:
+            lease = self._leases[lease_id]
+            victims.append(lease)
             for block in reversed(lease.blocks[lease.num_lent :]):
                 if found >= wanted or refs[block] > 1:
                     break
                 found += 1
             if found >= wanted:
-                return True
-        held = Counter(block for lease in leases for block in lease.blocks[lease.num_lent :])
-        return sum(refs[block] == count for block, count in held.items()) >= wanted
+                return victims
+        return None
 
-    def _shrink(self, lease: Lease, num_free: int, spare_shared: bool) -> None:
-        refs = self._pool.ref_count
-        while len(lease.blocks) > lease.num_lent and self._pool.num_free < num_free:
-            if spare_shared and refs[lease.blocks[-1]] > 1:
-                return
-            self._pool.release((lease.blocks.pop(),))
+    def _num_reclaimable(self) -> int:
+        """Blocks that only leases hold, and nobody runs on."""
+        held = Counter(block for lease in self for block in lease.blocks[lease.num_lent :])
+        return sum(self._pool.ref_count[block] == count for block, count in held.items())
+
+    def _shrink(self, leases: Iterable[Lease], num_free: int, *, spare_shared: bool) -> None:
+        pool, refs = self._pool, self._pool.ref_count
+        for lease in leases:
+            blocks, lent, had = lease.blocks, lease.num_lent, len(lease.blocks)
+            while len(blocks) > lent and pool.num_free < num_free and not (spare_shared and refs[blocks[-1]] > 1):
+                pool.release((blocks.pop(),))
+            if len(blocks) < had:
+                self._lost(lease, had - len(blocks), "pressure")
 
     def _enforce_quota(self, salt: str) -> None:
+        """`totals` is never below the number of different blocks, so most of the time it settles the question."""
         quota = self.quotas.get(salt, self.default_quota)
         if quota is None or self.totals[salt] <= quota:
             return
-        for lease in [self._leases[lease_id] for _, _, lease_id in self._order]:
-            surplus = self.totals[salt] - quota
-            if surplus > 0 and lease.scope.salt == salt:
-                lost = lease.blocks[max(len(lease.blocks) - surplus, lease.num_lent) :]
-                del lease.blocks[len(lease.blocks) - len(lost) :]
-                self._pool.release(lost)
-                self._lost(lease, len(lost), "quota")
+        own = [self._leases[lease_id] for _, _, lease_id in self._order]
+        own = [lease for lease in own if lease.scope.salt == salt and not lease.transient]
+        holders = Counter(block for lease in own for block in lease.blocks)
+        for spare_shared in (True, False):
+            for lease in own:
+                lost = array("i")
+                while len(holders) > quota and len(lease.blocks) > lease.num_lent:
+                    block = lease.blocks[-1]
+                    if spare_shared and holders[block] > 1:
+                        break
+                    lost.append(lease.blocks.pop())
+                    holders[block] -= 1
+                    if not holders[block]:
+                        del holders[block]
+                if lost:
+                    self._pool.release(lost[::-1])
+                    self._lost(lease, len(lost), "quota")
 
     def _lost(self, lease: Lease, num_blocks: int, why: Literal["pressure", "quota"]) -> None:
         """`blocks` is shorter by this much already."""
@@ -259,7 +297,7 @@ class Leases:
     @contextmanager
     def _reordered(self, lease: Lease) -> Iterator[None]:
         """Around a change of what decides a lease's place; one that has ended has none."""
-        present = lease.id in self._leases
+        present = lease in self
         if present:
             del self._order[bisect_left(self._order, lease.worth)]
         yield
@@ -276,9 +314,10 @@ class Leases:
 
     def _charge(self, lease: Lease, num_blocks: int) -> None:
         salt = lease.scope.salt
-        self.totals[salt] += num_blocks
-        if not self.totals[salt]:
-            del self.totals[salt]
+        if not lease.transient:
+            self.totals[salt] += num_blocks
+            if not self.totals[salt]:
+                del self.totals[salt]
 
     def _forget(self, lease: Lease) -> None:
         """Out of the ledger, with nothing held."""

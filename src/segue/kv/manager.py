@@ -152,7 +152,7 @@ class KVManager:
             pool.release(tail)
             pool.release(found)
             if lender is not None and borrowed:
-                self.leases.give_back(lender)
+                self.leases.give_back(lender, borrowed)
             return False
         table.blocks.extend(hit)
         table.blocks.extend(tail)
@@ -262,7 +262,7 @@ class KVManager:
         child.num_committed = min(table.num_committed, full)
         if table.lender is not None and full:
             child.lender, child.num_borrowed = table.lender, min(table.num_borrowed, full)
-            self.leases.lend_again(table.lender)
+            self.leases.lend(table.lender, child.num_borrowed)
         self._pool.retain(child.blocks[child.num_borrowed :])
         self._tables.add(child)
         return child
@@ -271,7 +271,7 @@ class KVManager:
         """Give the blocks back, keep the keys: what a preempted sequence does before it queues again."""
         self._pool.release(table.blocks[table.num_borrowed :])
         if table.lender is not None:
-            self.leases.give_back(table.lender)
+            self.leases.give_back(table.lender, table.num_borrowed)
             table.lender, table.num_borrowed = None, 0
         table.blocks = array("i")
         table.num_committed = 0

@@ -23,6 +23,9 @@ class BlockPool:
         self._next = [*range(1, num_blocks), NULL_BLOCK]
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
         self.num_free = num_blocks - 1
+        self.num_releases = (
+            0  # how often blocks were let go: whoever remembers it can tell whether that has happened since
+        )
 
     @property
     def usage(self) -> float:
@@ -59,6 +62,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """One holder fewer for each, last block first: of two blocks freed together the earlier one in the sequence
         is reused later, so prefixes outlive tails."""
+        self.num_releases += 1
         refs, after, before = self.ref_count, self._next, self._prev
         last = before[NULL_BLOCK]
         freed = 0

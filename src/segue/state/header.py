@@ -106,8 +106,10 @@ def _layout(header: dict[str, Any]) -> KVLayout:
 
 def _progress(value: object, num_tokens: int) -> Progress:
     header = object_of("progress", value, _PROGRESS)
-    seed = whole("seed", header["seed"], 0, MAX_SEED)
-    return Progress(_params(header["params"]), seed, whole("num_prompt", header["num_prompt"], 1, num_tokens))
+    seed, params = whole("seed", header["seed"], 0, MAX_SEED), _params(header["params"])
+    if params.n != 1:
+        raise invalid(f"one answer was under way, and its params ask for {params.n}")
+    return Progress(params, seed, whole("num_prompt", header["num_prompt"], 1, num_tokens))
 
 
 def _params(value: object) -> SamplingParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from itertools import islice
 
 from segue.base.errors import ForgottenState, ParentFailed, StateError, UnknownState
 from segue.base.types import Scope
@@ -78,6 +79,7 @@ class StateLedger:
         self.max_bytes = max_bytes
         self.size_bytes = 0
         self._states: OrderedDict[str, State] = OrderedDict()
+        self._without_kv: OrderedDict[str, None] = OrderedDict()  # those that had none when last looked at
         self._gone: OrderedDict[str, tuple[str, StateError]] = OrderedDict()  # id -> its salt, what to say
 
     def __len__(self) -> int:
@@ -95,6 +97,8 @@ class StateLedger:
         state = self._states.get(state_id)
         if state is not None and state.scope.salt == salt:
             self._states.move_to_end(state_id)
+            if state_id in self._without_kv:
+                self._without_kv.move_to_end(state_id)
             return state
         owner, error = self._gone.get(state_id, ("", None))
         if state is None and error is not None and owner == salt:
@@ -109,6 +113,8 @@ class StateLedger:
             given_up.append(replaced)
         self._gone.pop(state.id, None)
         self._states[state.id] = state
+        if not state.num_held:
+            self._without_kv[state.id] = None
         self.size_bytes += state.size_bytes
         while len(self._states) > 1 and (len(self._states) > self.max_states or self.size_bytes > self.max_bytes):
             given_up.append(self._give_up(state))
@@ -117,6 +123,7 @@ class StateLedger:
     def remove(self, state_id: str) -> State | None:
         state = self._states.pop(state_id, None)
         if state is not None:
+            self._without_kv.pop(state_id, None)
             self.size_bytes -= state.size_bytes
         return state
 
@@ -126,14 +133,23 @@ class StateLedger:
             self._remember(state_id, scope.salt, ParentFailed(f"{state_id!r} {why}, so there is nothing to continue"))
 
     def _give_up(self, newest: State) -> State:
-        """The least recently used without KV of its own; if all have some, the least recently used of them."""
-        candidates = (state for state in self._states.values() if state is not newest)
-        oldest = next(candidates)
-        chosen = oldest if not oldest.num_held else next((s for s in candidates if not s.num_held), oldest)
+        chosen = self._least_useful(newest)
         self.remove(chosen.id)
         limits = f"the last {self.max_states} states, {self.max_bytes / 2**20:.3g} MiB of tokens"
         self._remember(chosen.id, chosen.scope.salt, ForgottenState(f"{chosen.id!r} was forgotten: {limits} are kept"))
         return chosen
+
+    def _least_useful(self, newest: State) -> State:
+        """The least recently used without KV of its own; if all have some, the least recently used of them. All are looked at
+        only when none is known to be without."""
+        for state_id in list(islice(self._without_kv, 8)):
+            state = self._states[state_id]
+            if state.num_held:
+                del self._without_kv[state_id]  # held again
+            elif state is not newest:
+                return state
+        others = [state for state in self._states.values() if state is not newest]
+        return next((state for state in others if not state.num_held), others[0])
 
     def _remember(self, state_id: str, salt: str, error: StateError) -> None:
         self._gone.pop(state_id, None)

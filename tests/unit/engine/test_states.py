@@ -335,7 +335,7 @@ def test_wrong_suffixes_and_positions_are_refused_and_nothing_changes():
         with pytest.raises(InvalidRequest) as caught:
             engine.submit(Request(parent=state, **fields))
         assert caught.value.field == field
-    with pytest.raises(InvalidRequest, match="held: release it first"):
+    with pytest.raises(InvalidRequest, match="release the state that has it first"):
         engine.submit([1], request_id=state.id)
     engine.check()
     assert not engine.has_work and state.lease.num_heirs == 0
@@ -591,7 +591,7 @@ def test_what_cannot_be_moved_is_refused():
     with pytest.raises(RequestTooLong):
         small.import_request(export.snapshot)
     running(destination, request_id=request_id)
-    with pytest.raises(InvalidRequest, match="already running"):
+    with pytest.raises(InvalidRequest, match="has not ended"):
         destination.import_request(export.snapshot)
     with pytest.raises(SnapshotError, match="another scope"):
         make().import_request(export.snapshot, salt="x")
