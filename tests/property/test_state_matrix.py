@@ -22,7 +22,7 @@ from segue.model import native
 from segue.model.loading import open_model
 
 SIZES = [3, 8, 16]
-CASES = 60
+CASES = 200
 
 PARAMS = st.builds(
     SamplingParams,

@@ -36,7 +36,7 @@ def _forbidden(call):
     """The name of a call that is never right here; of `numpy.load` only the kind that unpickles."""
     name = ast.unparse(call.func)
     base, _, attribute = name.rpartition(".")
-    if name in BUILTINS or base == "builtins" and attribute in BUILTINS:
+    if name in BUILTINS or (base == "builtins" and attribute in BUILTINS):
         return name
     if name == "__import__" or attribute == "import_module":
         words = [arg.value for arg in call.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
@@ -82,5 +82,5 @@ def test_what_is_forbidden_would_be_seen(source):
 
 
 def test_what_only_sounds_like_it_is_allowed():
-    fine = "model.eval()\nnp.load(p)\nnp.load(p, allow_pickle=False)\njson.load(f)\nast.literal_eval(x)\nimport pickletools_"
+    fine = "model.eval()\nnp.load(p)\nnp.load(p, allow_pickle=False)\njson.load(f)\nast.literal_eval(x)"
     assert offences(fine) == []

@@ -83,7 +83,7 @@ class Scheduler:
 
     def _expect(self, turn: Turn) -> None:
         """Keep the parent's lease, if it has one, until the turn first runs."""
-        if turn.parent is not None and turn.parent.lease is not None and turn.parent.num_held:
+        if turn.expects is None and turn.parent is not None and turn.parent.lease is not None and turn.parent.num_held:
             turn.expects = turn.parent.lease
             self.kv.leases.await_heir(turn.expects)
 
