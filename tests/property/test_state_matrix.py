@@ -170,7 +170,8 @@ def _continued_and_forked(here, there, other_process, path, prompt, params, plai
     assert first.token_ids == before
     child = here.continue_(first.state, (), remaining)
     assert child.token_ids == after and child.num_prefilled == 1
-    assert here.continue_(first.state, after[:1], replace(remaining, max_tokens=1, ignore_eos=True)).num_prefilled == 2
+    suffix = [(after[0] + 1) % 256, 7, 7]  # not computed before
+    assert here.continue_(first.state, suffix, replace(remaining, max_tokens=1)).num_prefilled == 1 + len(suffix)
 
     whole = clean(here).generate(prompt, params, hold=True)[0]
     fork = here.fork(whole.state, len(prompt) + cut)

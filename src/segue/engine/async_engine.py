@@ -145,11 +145,17 @@ class AsyncEngine:
                     self._post(lambda: self._engine.release(state))
                 return state
 
+        taking = asyncio.ensure_future(asyncio.to_thread(take))
         try:
-            return await asyncio.to_thread(take)
+            return await asyncio.shield(taking)
         except asyncio.CancelledError:
             cancelled.set()
+            taking.add_done_callback(self._release_loaded)
             raise
+
+    def _release_loaded(self, done: asyncio.Future[State]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._post(partial(self._engine.release, done.result()))
 
     def _in_turn(self, function: Callable[[int, memoryview], None]) -> Callable[[int, memoryview], None]:
         """For a chunk at a time, on the engine's thread."""
