@@ -168,10 +168,10 @@ def _continued_and_forked(here, there, other_process, path, prompt, params, plai
     remaining = replace(params, max_tokens=params.max_tokens - cut, logprobs=None)
     first = clean(here).generate(prompt, replace(params, max_tokens=cut), hold=True)[0]
     assert first.token_ids == before
+    suffix = [(after[0] + 1) % 256, 7, 7]
+    assert here.continue_(first.state, suffix, replace(remaining, max_tokens=1)).num_prefilled == 1 + len(suffix)
     child = here.continue_(first.state, (), remaining)
     assert child.token_ids == after and child.num_prefilled == 1
-    suffix = [(after[0] + 1) % 256, 7, 7]  # not computed before
-    assert here.continue_(first.state, suffix, replace(remaining, max_tokens=1)).num_prefilled == 1 + len(suffix)
 
     whole = clean(here).generate(prompt, params, hold=True)[0]
     fork = here.fork(whole.state, len(prompt) + cut)
