@@ -13,8 +13,9 @@ import gc
 import os
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,13 +69,16 @@ def continuation(num_tokens: int, rounds: int) -> tuple[list[float], list[float]
     """Submitting; the plan that admits it, whose parent lends its blocks; the same when it consumes its parent."""
     engine, state = held_state(num_tokens)
     submits, plans, consuming = [], [], []
-    for _ in range(rounds):
-        request = Request(parent=state, suffix=[1, 2, 3, 4], params=ONE)
+    for number in range(600):  # until the ledger is full, so that memory is no longer taken fresh from the system
+        engine.submit(Request(parent=state, suffix=[1000 + number, 1], params=ONE))
+        step(engine)
+    for number in range(rounds):
+        request = Request(parent=state, suffix=[2000 + number, 2, 3, 4], params=ONE)
         submits.append(timed(lambda: engine.submit(request)))
         plans.append(step(engine))
-    for _ in range(rounds):
+    for number in range(rounds):
         fork = engine.fork(state)
-        engine.submit(Request(parent=fork, suffix=[1, 2, 3, 4], params=ONE, consume=True))
+        engine.submit(Request(parent=fork, suffix=[4000 + number, 2, 3, 4], params=ONE, consume=True))
         consuming.append(step(engine))
     return submits, plans, consuming
 
@@ -108,13 +112,13 @@ def forks(rounds: int) -> None:
     engine, state = held_state(4096)
     as_states, as_answers, as_requests = [], [], []
     copies = [0, 0]
-    for _ in range(max(rounds // 10, 5)):
+    for number in range(max(rounds // 10, 5)):
         children: list[State] = []
         as_states.append(timed(lambda: children.extend(engine.fork(state) for _ in range(32))))
-        for child in children:
-            engine.release(child)
+        for fork in children:
+            engine.release(fork)
         params = SamplingParams(max_tokens=2, temperature=0, n=32)
-        engine.submit(Request(parent=state, suffix=[1], params=params))
+        engine.submit(Request(parent=state, suffix=[2000 + number, 1, 1], params=params))
         first = engine._scheduler.plan()
         result = engine._executor.execute(first)
         started = time.perf_counter()
@@ -128,8 +132,8 @@ def forks(rounds: int) -> None:
         )
         while engine.has_work:
             engine.step()
-        for number in range(32):
-            engine.submit(Request(parent=state, suffix=[number], params=ONE))
+        for child in range(32):
+            engine.submit(Request(parent=state, suffix=[3000 + 32 * number + child], params=ONE))
         started = time.perf_counter()
         plan = engine._scheduler.plan()
         as_requests.append(time.perf_counter() - started)
@@ -169,10 +173,11 @@ def raw_write(path: Path, total: int, piece: memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def raw_read(path: Path, piece: memoryview) -> None:
+def raw_read(path: Path, into: memoryview, size: int) -> None:
+    """In pieces, each to its place in memory, as a load has to: one small buffer would never leave the cache."""
     with open(path, "rb", buffering=0) as file:
-        while file.readinto(piece):
-            pass
+        for start in range(0, len(into), size):
+            file.readinto(into[start : start + size])
 
 
 def compare(name: str, total: int, raw: list[float], ours: list[float]) -> None:
@@ -188,14 +193,14 @@ def files(model: str, num_tokens: int, rounds: int, folder: str | None) -> None:
     print(
         f"a state of {state.num_tokens} tokens of {model}: {total / 2**20:.0f} MiB of KV in pieces of {size / 2**20:.2f} MiB"
     )
-    piece = memoryview(bytearray(os.urandom(size)))
+    piece, whole = memoryview(bytearray(os.urandom(size))), memoryview(bytearray(total))
     times: dict[str, list[float]] = {name: [] for name in ("raw write", "save", "raw read", "load")}
     with tempfile.TemporaryDirectory(dir=folder) as chosen:
         raw, saved = Path(chosen, "raw"), Path(chosen, "state.segue")
         for _ in range(rounds):
             times["raw write"].append(timed(lambda: raw_write(raw, total, piece)))
             times["save"].append(timed(lambda: source.save(state, saved)))
-            times["raw read"].append(timed(lambda: raw_read(raw, piece)))
+            times["raw read"].append(timed(lambda: raw_read(raw, whole, size)))
             destination.forget()
             loaded: list[State] = []
             times["load"].append(timed(lambda: loaded.append(destination.load(saved))))
@@ -204,57 +209,56 @@ def files(model: str, num_tokens: int, rounds: int, folder: str | None) -> None:
     compare("load", total, times["raw read"], times["load"])
 
 
-def socket_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname())
-        far, _ = server.accept()
-        return near, far
-
-
-def plain_copy(total: int, size: int) -> float:
-    """One thread sends, this one receives: what moving the bytes takes by itself."""
-    near, far = socket_pair()
-    piece, into = memoryview(bytearray(os.urandom(size))), memoryview(bytearray(size))
-
-    def send() -> None:
-        for start in range(0, total, size):
-            near.sendall(piece[: total - start])
-        near.close()
-
-    sender = threading.Thread(target=send)
-    started = time.perf_counter()
-    sender.start()
-    while far.recv_into(into):
-        pass
-    seconds = time.perf_counter() - started
-    sender.join()
-    far.close()
-    return seconds
-
-
 def sockets(model: str, num_tokens: int, rounds: int) -> None:
-    source, destination, prompt = real_state(model, num_tokens)
+    """The source is another process, as in a fleet; so is the sender of the plain copy."""
+    _, destination, _ = real_state(model, num_tokens)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, __file__, "--model", model, "--tokens", str(num_tokens), "--source-for"]
+        source = subprocess.Popen([*command, str(server.getsockname()[1])], stdin=subprocess.PIPE, text=True)
+        control, _ = server.accept()
+        total, size = (int(number) for number in control.recv(100).split())
+        raw, ours = [], []
+        for _ in range(rounds):
+            raw.append(ask(source, server, "copy", lambda sock: plain_copy(sock, size)))
+            destination.forget()
+            ours.append(ask(source, server, "move", lambda sock: destination.abort(receive_request(sock, destination))))
+        source.stdin.close()
+        source.wait(60)
+    compare("import", total, raw, ours)
+
+
+def ask(source, server: socket.socket, what: str, take: Callable[[socket.socket], object]) -> float:
+    print(what, file=source.stdin, flush=True)
+    with server.accept()[0] as sock:
+        return timed(lambda: take(sock))
+
+
+def plain_copy(sock: socket.socket, size: int) -> None:
+    into = memoryview(bytearray(size))
+    while sock.recv_into(into):
+        pass
+
+
+def serve_as_source(model: str, num_tokens: int, port: int) -> None:
+    source, _, prompt = real_state(model, num_tokens)
     held = source.generate(prompt, ONE, hold=True)[0].state
     total, size = pieces_of(source, held)
-    raw, ours = [], []
-    for number in range(rounds):
-        raw.append(plain_copy(total, size))
+    piece = memoryview(bytearray(os.urandom(size)))
+    control = socket.create_connection(("127.0.0.1", port))
+    control.sendall(f"{total} {size}".encode())
+    for number, line in enumerate(sys.stdin):
         request_id = f"moved-{number}"
-        source.submit(Request(parent=held, params=SamplingParams(max_tokens=9, temperature=0), request_id=request_id))
-        source.step()
-        destination.forget()
-        near, far = socket_pair()
-        sender = threading.Thread(target=send_request, args=(near, source, request_id))
-        started = time.perf_counter()
-        sender.start()
-        moved = receive_request(far, destination)
-        ours.append(time.perf_counter() - started)
-        sender.join()
-        destination.abort(moved)
-        near.close()
-        far.close()
-        source.step()
-    compare("import", total, raw, ours)
+        if line == "move\n":
+            request = Request(parent=held, params=SamplingParams(max_tokens=9, temperature=0), request_id=request_id)
+            source.submit(request)
+            source.step()
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            if line == "move\n":
+                send_request(sock, source, request_id)
+                source.step()
+            else:
+                for start in range(0, total, size):
+                    sock.sendall(piece[: total - start])
 
 
 if __name__ == "__main__":
@@ -264,7 +268,11 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", help="where files are written (default: the system's temporary folder)")
     parser.add_argument("--only", choices=["bookkeeping", "files", "sockets"])
+    parser.add_argument("--source-for", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.source_for:
+        serve_as_source(chosen.model, chosen.tokens, chosen.source_for)
+        sys.exit()
     if chosen.only in (None, "bookkeeping"):
         bookkeeping(200)
     if chosen.only in (None, "files"):

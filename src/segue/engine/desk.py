@@ -78,10 +78,10 @@ class StateDesk:
 
     def fork(self, state: State, at: int, state_id: str, hold: Hold | None) -> State:
         lease = None if hold is None else self.grasp(state, at, job=state.job, **self.terms(hold))
-        keys = state.keys[: at // self._kv.block_size]
-        child = State(
-            state_id, state.scope, state.tokens[:at], keys, min(at, state.num_computed), job=state.job, lease=lease
-        )
+        tokens, keys = state.tokens, state.keys  # neither ever changes
+        if at < state.num_tokens:
+            tokens, keys = tokens[:at], keys[: at // self._kv.block_size]
+        child = State(state_id, state.scope, tokens, keys, min(at, state.num_computed), job=state.job, lease=lease)
         return self._scheduler.keep(child)
 
     def grasp(self, state: State, num_tokens: int, **terms: Any) -> Lease | None:

@@ -141,8 +141,8 @@ class TurnMaker:
         at = position(request.at, parent)
         _check_adapter(request.adapter, parent.scope)
         check_lengths(at + len(suffix), params, self._config)
-        prompt = parent.tokens[:at]  # the one thing here whose cost grows with the parent: a copy of its token ids
-        prompt.extend(suffix)
+        kept = parent.tokens if at == parent.num_tokens else parent.tokens[:at]
+        prompt = kept + suffix  # the one thing here whose cost grows with the parent: a copy of its token ids
         turn = self._turn(request, request_id, prompt, parent.scope)
         turn.parent, turn.num_shared = parent, at
         return turn

@@ -4,6 +4,7 @@ import io
 import json
 import struct
 from dataclasses import replace
+from itertools import pairwise
 from math import inf, nan
 
 import pytest
@@ -562,7 +563,7 @@ def test_a_waiting_continuation_that_came_back_computes_only_what_is_new():
 def test_what_a_moved_request_brings_is_counted_where_it_goes_on():
     engines = make(), make(size=3), make(size=5)
     stream = engines[0].stream(PROMPT, greedy(20), request_id="r")
-    for source, destination in zip(engines, engines[1:], strict=False):
+    for source, destination in pairwise(engines):
         for _ in range(5):
             next(stream)
         hand_over(source, destination, "r")
