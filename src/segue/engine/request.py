@@ -23,7 +23,8 @@ class Request:
     A continuation keeps the parent's first `at` tokens, all by default. While the parent runs it waits for its end, or, with
     `at="now"`, forks it where it stands. With `consume` it takes the parent's memory over, so that nothing is copied.
     `hold` keeps the answer's KV when it ends: for so many seconds, or with True until it is released. `value` is what losing
-    a held block would cost, to compare holds with: the least valuable gives way first.
+    a held block would cost, to compare holds with: the least valuable gives way first. `request_id` must be free in the whole
+    engine: whoever lets tenants choose ids puts something of the tenant's before them.
     """
 
     prompt: Prompt | None = None
