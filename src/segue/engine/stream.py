@@ -64,6 +64,9 @@ class Stream:
             self.result.finished_at = self._engine.now()
             self._mailbox.successor = None
         if delta is not None:
+            if self.result.first_token_at is None and delta.token_ids:
+                self.result.first_token_at = self._engine.now()
+            self.result.error = delta.error
             self.result.completions[0].add(delta)
         return delta
 

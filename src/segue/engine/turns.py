@@ -188,6 +188,7 @@ class TurnMaker:
             raise StateError("it had finished: continue it instead")
         if progress.params.n != 1:
             raise StateError(f"one answer can be resumed, and its parameters ask for {progress.params.n}")
+        check_vocabulary("tokens", tokens, progress.params, self._vocab_size)
         check_lengths(progress.num_prompt, progress.params, self._config)
         limit = progress.num_prompt + (progress.params.max_tokens or self._config.max_sequence_len)
         if not progress.num_prompt <= len(tokens) < min(limit, self._config.max_sequence_len):

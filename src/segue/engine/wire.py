@@ -23,7 +23,6 @@ from struct import Struct
 
 from segue.base.errors import InvalidRequest, SegueError, SnapshotError, StateError
 from segue.base.types import FinishReason
-from segue.base.worker import Worker
 from segue.engine.core import EngineCore
 from segue.engine.frames import (
     HEADER,
@@ -49,7 +48,6 @@ from segue.state.header import MAX_HEADER_BYTES, MAX_TOKENS
 TIMEOUT_SECONDS = 30.0
 _INDEX = Struct("<I")
 codec.MAX_PREAMBLE_BYTES = MAX_HEADER_BYTES + 4 * MAX_TOKENS + codec.MAX_LOGPROBS_BYTES + 2**10
-_NUM_BUFFERS = 2  # one for each thread
 _KV_AT = 64  # where a chunk's KV begins in the buffer it is sent from or received in: on a cache line
 
 
@@ -94,15 +92,11 @@ def _propose(link: Link, snapshot: Snapshot, preamble: bytes) -> range | SegueEr
 
 
 def _ship(link: Link, export: Export, digest: bytes, wanted: range) -> None:
-    """The engine's KV is read in this thread; another one sends what was read before."""
-    buffers = _chunk_buffers(export.snapshot)
-    with Worker(link.send, "segue-ship") as sender, _undone(link):
-        for position, index in enumerate(wanted):
-            if position >= _NUM_BUFFERS:
-                sender.result()
-            sender.submit(_chunk_frame(export, index, digest, buffers[position % _NUM_BUFFERS]))
-        for _ in wanted[-_NUM_BUFFERS:]:
-            sender.result()
+    """One chunk after another: the socket's own buffer is what lets both sides work at once."""
+    buffer = _chunk_buffer(export.snapshot)
+    with _undone(link):
+        for index in wanted:
+            link.send(_chunk_frame(export, index, digest, buffer))
     link.send(HEADER.pack(Kind.END, 0))
 
 
@@ -199,18 +193,11 @@ def _make_room(engine: EngineCore, snapshot: Snapshot, salt: str) -> Import[str]
 
 
 def _take(link: Link, arrival: Import[str], preamble: Preamble) -> None:
-    """Another thread receives the next chunk while this one hands a chunk to the engine."""
-    buffers = _chunk_buffers(preamble.snapshot)
-    missing = arrival.missing
-    with Worker(lambda *which: _receive_chunk(link, preamble, *which), "segue-take") as receiver, _undone(link):
-        for index in missing[: _NUM_BUFFERS - 1]:
-            receiver.submit(index, buffers[index % _NUM_BUFFERS])
-        for index in missing:
-            if (ahead := index + _NUM_BUFFERS - 1) in missing:
-                receiver.submit(ahead, buffers[ahead % _NUM_BUFFERS])
-            data = receiver.result()
-            if data is not None:
-                arrival.write(index, data)
+    buffer = _chunk_buffer(preamble.snapshot)
+    for index in arrival.missing:
+        data = _receive_chunk(link, preamble, index, buffer)
+        if data is not None:
+            arrival.write(index, data)
     link.begin(Kind.END, 0)
 
 
@@ -264,11 +251,11 @@ def _to_the_end(stream: Stream, request_id: str) -> Iterator[Delta]:
 # Both
 
 
-def _chunk_buffers(snapshot: Snapshot) -> list[memoryview]:
-    """Each for any one chunk, with what is sent around it. Pages are taken when they are written."""
+def _chunk_buffer(snapshot: Snapshot) -> memoryview:
+    """For any one chunk, with what is sent around it. Pages are taken when they are written."""
     size = _KV_AT + (snapshot.chunk_bytes(0) if snapshot.num_chunks else 0) + DIGEST_BYTES
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return [memoryview(mmap.mmap(-1, size, flags=private)) for _ in range(_NUM_BUFFERS)]
+    return memoryview(mmap.mmap(-1, size, flags=private))
 
 
 def _last(request_id: str, reason: FinishReason, error: SegueError | None = None) -> Delta:

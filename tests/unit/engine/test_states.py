@@ -1,5 +1,7 @@
 """What can be done with a state, one promise a test, with a model that notices every wrong block."""
 
+from dataclasses import replace
+
 import pytest
 
 from segue.base.clock import VirtualClock
@@ -664,3 +666,14 @@ def test_a_state_without_kv_is_saved_as_tokens(tmp_path):
     loaded = other.load(tmp_path / "s.segue")
     assert loaded.num_held == 0
     assert other.continue_(loaded, [7], greedy(3)).token_ids == expected([*state.tokens, 7], 3)
+
+
+def test_a_resumed_request_cannot_name_tokens_that_are_not_there():
+    source = make()
+    export = source.export_request(running(source))
+    progress = export.snapshot.progress
+    odd = replace(export.snapshot, progress=replace(progress, params=replace(progress.params, logit_bias={10**6: 1.0})))
+    destination = EngineCore(FakeExecutor(64, 4), EngineConfig(64, 4, max_model_len=200), vocab_size=50)
+    with pytest.raises(InvalidRequest, match="logit_bias"):
+        destination.import_request(odd)
+    assert destination.stats().kv_usage == 0.0
