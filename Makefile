@@ -29,6 +29,7 @@ soak: $(VENV)/.installed-dev  ## the property tests, at length
 
 bench: $(VENV)/.installed-dev  ## add VLLM=path/to/python to measure vLLM beside
 	$(BIN)/python benchmarks/bookkeeping.py $(if $(VLLM),--vllm-python $(VLLM))
+	$(BIN)/python benchmarks/states.py
 	$(BIN)/python benchmarks/cpu.py $(if $(VLLM),--vllm-python $(VLLM))
 
 $(VENV)/bin/python:

@@ -182,17 +182,18 @@ def raw_write(path: Path, total: int, piece: memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def raw_read(path: Path, into: memoryview, size: int) -> None:
-    """In pieces, each to its place in memory, as a load has to: one small buffer would never leave the cache."""
+def raw_read(path: Path, places: list[memoryview]) -> None:
     with open(path, "rb", buffering=0) as file:
-        for start in range(0, len(into), size):
-            file.readinto(into[start : start + size])
+        for place in places:
+            file.readinto(place)
 
 
-def compare(name: str, total: int, raw: list[float], ours: list[float]) -> None:
+def compare(name: str, total: int, raw: list[float], ours: list[float], note: str = "") -> None:
     ratio = statistics.median(a / b for a, b in zip(raw, ours, strict=True))
     speeds = [total / statistics.median(seconds) / 2**20 for seconds in (raw, ours)]
-    print(f"  {name:8} raw {speeds[0]:7.0f} MiB/s   ours {speeds[1]:7.0f} MiB/s   {ratio:.0%} of raw")
+    print(
+        f"  {name:8} raw {speeds[0]:7.0f} MiB/s   ours {speeds[1]:7.0f} MiB/s   {ratio:.0%} of raw {note and f'({note})'}"
+    )
 
 
 def files(model: str, num_tokens: int, rounds: int, folder: str | None) -> None:
@@ -203,19 +204,30 @@ def files(model: str, num_tokens: int, rounds: int, folder: str | None) -> None:
         f"a state of {state.num_tokens} tokens of {model}: {total / 2**20:.0f} MiB of KV in pieces of {size / 2**20:.2f} MiB"
     )
     piece, whole = pages(size), pages(total)
-    times: dict[str, list[float]] = {name: [] for name in ("raw write", "save", "raw read", "load")}
+    spread = [whole[start : start + size] for start in range(0, total, size)]
+    loaded: list[State] = []
     with tempfile.TemporaryDirectory(dir=folder) as chosen:
         raw, saved = Path(chosen, "raw"), Path(chosen, "state.segue")
-        for _ in range(rounds):
-            times["raw write"].append(timed(lambda: raw_write(raw, total, piece)))
-            times["save"].append(timed(lambda: source.save(state, saved)))
-            times["raw read"].append(timed(lambda: raw_read(raw, whole, size)))
-            destination.forget()
-            loaded: list[State] = []
-            times["load"].append(timed(lambda: loaded.append(destination.load(saved))))
-            destination.release(loaded[0])
+        actions = {
+            "raw write": lambda: raw_write(raw, total, piece),
+            "save": lambda: source.save(state, saved),
+            "read to one place": lambda: raw_read(raw, [piece[: len(place)] for place in spread]),
+            "read to its place": lambda: raw_read(raw, spread),
+            "load": lambda: loaded.append(destination.load(saved)),
+        }
+        times: dict[str, list[float]] = {name: [] for name in actions}
+        for number in range(rounds):
+            for name in list(actions)[:2][:: 1 if number % 2 else -1] + list(actions)[2:][:: 1 if number % 2 else -1]:
+                if name in ("raw write", "save"):  # into a new file, on a disk that has nothing else to do
+                    (raw if name == "raw write" else saved).unlink(missing_ok=True)
+                    os.sync()
+                times[name].append(timed(actions[name]))
+                while loaded:
+                    destination.release(loaded.pop())
+                    destination.forget()
     compare("save", total, times["raw write"], times["save"])
-    compare("load", total, times["raw read"], times["load"])
+    compare("load", total, times["read to its place"], times["load"])
+    compare("load", total, times["read to one place"], times["load"], "one small buffer, which stays in the cache")
 
 
 def sockets(model: str, num_tokens: int, rounds: int) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from segue.base.types import SamplingParams
 from segue.engine.admission import Prompt
 from segue.engine.core import EngineCore
 from segue.engine.handoff import Export, Import
+from segue.engine.inbox import Inbox, Item, Move, put_all
 from segue.engine.loop import new_request_id
 from segue.engine.outputs import Delta
 from segue.engine.request import Request, as_request
@@ -29,53 +30,6 @@ from segue.state.store import save as save_snapshot
 _log = logging.getLogger(__name__)
 _LONGEST_SLEEP = 60.0  # seconds; a thread cannot wait for years
 T = TypeVar("T")
-
-
-class _Inbox:
-    """Where one stream's deltas arrive, and the event loop they must be handed over on."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[Item] = asyncio.Queue()
-        self._left = False
-
-    async def get(self) -> Item:
-        return await self._items.get()
-
-    def put(self, item: Item) -> None:
-        self._items.put_nowait(item)
-        if self._left:
-            self.leave()
-
-    def leave(self) -> None:
-        """The reader has gone: a request that went elsewhere ends there."""
-        self._left = True
-        while not self._items.empty():
-            item = self._items.get_nowait()
-            if isinstance(item, _Move):
-                item.abort()
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """Where a request goes on, and where its deltas arrive there."""
-
-    destination: AsyncEngine
-    request_id: str
-    inbox: _Inbox
-
-    def deltas(self) -> AsyncGenerator[Delta]:
-        return self.destination._deltas(self.request_id, 1, self.inbox)
-
-    def abort(self) -> None:
-        self.destination._post(lambda: self.destination._abort(self.request_id, self.inbox))
-
-    def forget(self) -> None:
-        """It has no reader: its deltas are not kept."""
-        self.destination._post(lambda: self.destination._drop_inbox(self.request_id, self.inbox))
-
-
-Item = Delta | SegueError | _Move
 
 
 class AsyncEngine:
@@ -89,7 +43,7 @@ class AsyncEngine:
         self._engine = engine
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._inboxes: dict[str, _Inbox] = {}
+        self._inboxes: dict[str, Inbox] = {}
         self._stopping = self._ended = False
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -124,7 +78,7 @@ class AsyncEngine:
             try:
                 return save_snapshot(Path(path), outgoing.snapshot, self._in_turn(outgoing.read))
             finally:
-                self._post(done)
+                self.post(done)
 
         return await asyncio.to_thread(write)
 
@@ -139,10 +93,10 @@ class AsyncEngine:
                     saved.take(self._in_turn(arrival.write))
                     state = self._call(arrival.commit).result()
                 except BaseException:
-                    self._post(arrival.abort)
+                    self.post(arrival.abort)
                     raise
                 if cancelled.is_set():
-                    self._post(lambda: self._engine.release(state))
+                    self.post(lambda: self._engine.release(state))
                 return state
 
         taking = asyncio.ensure_future(asyncio.to_thread(take))
@@ -155,7 +109,7 @@ class AsyncEngine:
 
     def _release_loaded(self, done: asyncio.Future[State]) -> None:
         if not done.cancelled() and done.exception() is None:
-            self._post(partial(self._engine.release, done.result()))
+            self.post(partial(self._engine.release, done.result()))
 
     def _in_turn(self, function: Callable[[int, memoryview], None]) -> Callable[[int, memoryview], None]:
         """For a chunk at a time, on the engine's thread."""
@@ -175,12 +129,12 @@ class AsyncEngine:
                 await self._ship(export, arrival, destination)
                 inbox = await destination._begin(arrival.request_id, arrival.commit)
             except BaseException:
-                destination._post(arrival.abort)
+                destination.post(arrival.abort)
                 raise
         except BaseException:
-            self._post(export.abort)
+            self.post(export.abort)
             raise
-        move = _Move(destination, arrival.request_id, inbox)
+        move = Move(destination, arrival.request_id, inbox)
         left = self._call(lambda: self._leave(export, move))
         left.add_done_callback(lambda done: move.abort() if done.exception() else None)
         await asyncio.shield(asyncio.wrap_future(left))
@@ -201,7 +155,7 @@ class AsyncEngine:
     async def close(self) -> None:
         """Abort what runs, stop the thread, close the engine."""
         self._stopping = True
-        self._post(lambda: None)
+        self.post(lambda: None)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
 
@@ -216,7 +170,7 @@ class AsyncEngine:
 
     def _undo(self, done: Future[T], undo: Callable[[T], object]) -> None:
         if not done.cancelled() and done.exception() is None:
-            self._post(partial(_discard, undo, done.result()))
+            self.post(partial(_discard, undo, done.result()))
 
     def _encoded(self, request: Request) -> dict[str, Any]:
         """Text becomes tokens here, on the caller's side."""
@@ -226,16 +180,16 @@ class AsyncEngine:
 
     async def _stream(self, request_id: str, num_answers: int, start: Callable[[], str]) -> AsyncGenerator[Delta]:
         inbox = await self._begin(request_id, start)
-        deltas = self._deltas(request_id, num_answers, inbox)
+        deltas = self.deltas(request_id, num_answers, inbox)
         try:
             async for delta in deltas:
                 yield delta
         finally:
             await deltas.aclose()
 
-    async def _begin(self, request_id: str, start: Callable[[], str]) -> _Inbox:
+    async def _begin(self, request_id: str, start: Callable[[], str]) -> Inbox:
         """Start a request on the engine's thread; where its deltas will arrive."""
-        inbox = _Inbox()
+        inbox = Inbox()
 
         def begin() -> None:
             start()
@@ -244,11 +198,11 @@ class AsyncEngine:
         try:
             await asyncio.wrap_future(self._call(begin))
         except BaseException:
-            self._post(lambda: self._abort(request_id, inbox))  # it may have started: the wait was cancelled
+            self.post(lambda: self.end(request_id, inbox))  # it may have started: the wait was cancelled
             raise
         return inbox
 
-    async def _deltas(self, request_id: str, num_answers: int, inbox: _Inbox) -> AsyncGenerator[Delta]:
+    async def deltas(self, request_id: str, num_answers: int, inbox: Inbox) -> AsyncGenerator[Delta]:
         """Until the last answer has ended, wherever the request goes meanwhile."""
         unfinished = num_answers
         try:
@@ -256,7 +210,7 @@ class AsyncEngine:
                 item = await inbox.get()
                 if isinstance(item, SegueError):
                     raise item
-                if isinstance(item, _Move):
+                if isinstance(item, Move):
                     unfinished = 0
                     async with aclosing(item.deltas()) as elsewhere:
                         async for delta in elsewhere:
@@ -268,18 +222,18 @@ class AsyncEngine:
                 yield item
         finally:
             if unfinished:
-                self._post(lambda: self._abort(request_id, inbox))
+                self.post(lambda: self.end(request_id, inbox))
                 inbox.leave()
 
     # The engine's thread
 
-    def _leave(self, export: Export, move: _Move) -> None:
+    def _leave(self, export: Export, move: Move) -> None:
         """The request goes on elsewhere, and whoever reads its stream reads that; if nobody does any more, it ends."""
         export.commit()
         inbox = self._inboxes.pop(export.request_id, None)
         if inbox is None:
             move.forget()
-        elif not _hand_over(inbox.loop, [(inbox, move)]):
+        elif not put_all(inbox.loop, [(inbox, move)]):
             move.abort()
 
     def _run(self) -> None:
@@ -311,14 +265,14 @@ class AsyncEngine:
 
     def _deliver(self, deltas: list[Delta]) -> None:
         """One hand-over per event loop and step, not one per token."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, Item]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, Item]]] = {}
         for delta in deltas:
             inbox = self._inboxes.get(delta.request_id)
             if inbox is None:
                 continue
             by_loop.setdefault(inbox.loop, []).append((inbox, delta))
         for loop, items in by_loop.items():
-            if not _hand_over(loop, items):
+            if not put_all(loop, items):
                 self._abandon(loop)
         for delta in deltas:
             if delta.finish_reason is not None and not self._engine.is_active(delta.request_id):
@@ -328,13 +282,13 @@ class AsyncEngine:
         """An event loop ended without closing its streams: nobody will read them."""
         for request_id, inbox in list(self._inboxes.items()):
             if inbox.loop is loop:
-                self._abort(request_id, inbox)
+                self.end(request_id, inbox)
 
-    def _drop_inbox(self, request_id: str, inbox: _Inbox) -> None:
+    def drop_inbox(self, request_id: str, inbox: Inbox) -> None:
         if self._inboxes.get(request_id) is inbox:
             del self._inboxes[request_id]
 
-    def _abort(self, request_id: str, inbox: _Inbox) -> None:
+    def end(self, request_id: str, inbox: Inbox) -> None:
         """Only if the request is still this stream's: an id may have been refused because another has it."""
         if self._inboxes.get(request_id) is inbox:
             del self._inboxes[request_id]
@@ -350,7 +304,7 @@ class AsyncEngine:
         finally:
             error = EngineClosed(f"the engine stopped: {self._failure}" if self._failure else "the engine is closed")
             for inbox in self._inboxes.values():
-                _hand_over(inbox.loop, [(inbox, error)])
+                put_all(inbox.loop, [(inbox, error)])
             self._inboxes.clear()
             with self._wake:
                 self._ended = True
@@ -372,10 +326,10 @@ class AsyncEngine:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._post(run)
+        self.post(run)
         return future
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def post(self, command: Callable[[], None]) -> None:
         with self._wake:
             if not self._ended:
                 self._commands.append(command)
@@ -385,20 +339,6 @@ class AsyncEngine:
                     self._thread.start()
                 return
         command()
-
-
-def _hand_over(loop: asyncio.AbstractEventLoop, items: list[tuple[_Inbox, Item]]) -> bool:
-    """False if the loop is no more."""
-
-    def put() -> None:
-        for inbox, item in items:
-            inbox.put(item)
-
-    try:
-        loop.call_soon_threadsafe(put)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _discard(undo: Callable[[T], object], result: T) -> None:

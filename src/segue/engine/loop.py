@@ -128,8 +128,7 @@ class EngineLoop:
 
     def _tell_orphans(self) -> None:
         """Heirs whose parent left them nothing end with an error."""
-        orphans, self._scheduler.orphans = self._scheduler.orphans, []
-        for turn, error in orphans:
+        for turn, error in self._scheduler.heirs.take_orphans():
             active = self._answers.get(turn.id)
             if active is not None and active.turn is turn:
                 self._deliver(self._answers.end(active, range(turn.params.n), error))
@@ -169,7 +168,7 @@ class EngineLoop:
         child = self._turns.continuation(request, request_id)
         if isinstance(child, Heir):
             self._open(child.turn)
-            self._scheduler.await_parent(child)
+            self._scheduler.heirs.wait(child)
         else:
             self._start(child)
         return request_id
@@ -193,6 +192,7 @@ class EngineLoop:
             active.export.drop()
         self._scheduler.abort(active.turn)
         self._answers.retire(active)
+        self._mail.pop(request_id, None)
         self._tell_orphans()
         return True
 

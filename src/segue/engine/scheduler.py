@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 from segue.base.clock import Clock
 from segue.base.config import EngineConfig
-from segue.base.errors import InvalidRequest, ParentFailed, SegueError
 from segue.base.types import FinishReason
-from segue.engine.admission import check_lengths
 from segue.engine.executor import Row, StepPlan, StepResult, TokenLogprobs
-from segue.engine.sequence import Heir, Hold, Sequence, Status, Turn
+from segue.engine.heirs import WHY_GONE, Heirs
+from segue.engine.sequence import Hold, Sequence, Status, Turn
 from segue.engine.waiting import WaitingQueue
 from segue.kv import BlockTable, Copy, KVManager, Lease, Match, Reservation
 from segue.policies import Policy
@@ -26,20 +25,6 @@ class Produced(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
-class Orphan(NamedTuple):
-    """A turn that waited for its parent in vain."""
-
-    turn: Turn
-    error: SegueError
-
-
-_WHY_GONE = {
-    FinishReason.ABORT: "was aborted",
-    FinishReason.ERROR: "failed",
-    FinishReason.MOVED: "was moved to another engine",
-}
-
-
 class Scheduler:
     """There are no phases: each step lets every sequence's `num_computed` catch up with its tokens, within a budget.
 
@@ -52,7 +37,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.states = states or StateLedger(config.max_states, config.max_state_bytes)
-        self.orphans: list[Orphan] = []  # heirs that will never run; the engine tells their callers and empties this
+        self.heirs = Heirs(config, self.states, self.submit)
         self.num_preemptions = 0
         self._policy = policy
         self._clock = clock
@@ -263,11 +248,10 @@ class Scheduler:
     def abort(self, turn: Turn) -> None:
         for sequence in turn.sequences:
             self.finish(sequence, FinishReason.ABORT)
-        if turn.awaits is not None:
-            turn.awaits.heirs = [heir for heir in turn.awaits.heirs if heir.turn is not turn]
+        self.heirs.leave(turn)
         if not turn.sequences:
-            self.states.note_failure(turn.id, turn.scope, _WHY_GONE[FinishReason.ABORT])
-        self._disinherit(turn, None, _WHY_GONE[FinishReason.ABORT])
+            self.states.note_failure(turn.id, turn.scope, WHY_GONE[FinishReason.ABORT])
+        self.heirs.disinherit(turn, None, FinishReason.ABORT)
 
     def finish(self, sequence: Sequence, reason: FinishReason, error: Exception | None = None) -> None:
         """End a sequence between steps, whatever it was doing; a second time does nothing. One that ends well leaves a
@@ -286,8 +270,8 @@ class Scheduler:
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._leave_state(sequence)
         else:
-            self.states.note_failure(sequence.state_id, sequence.turn.scope, _WHY_GONE[reason])
-            self._disinherit(sequence.turn, sequence.index, _WHY_GONE[reason])
+            self.states.note_failure(sequence.state_id, sequence.turn.scope, WHY_GONE[reason])
+            self.heirs.disinherit(sequence.turn, sequence.index, reason)
         if table is not None:
             self.kv.close(table)
 
@@ -303,8 +287,7 @@ class Scheduler:
     def _leave_state(self, sequence: Sequence) -> None:
         """n tokens, KV for the `num_computed` of them that were fed: the last sampled one never was."""
         turn, table = sequence.turn, sequence.table
-        heirs = [heir for heir in turn.heirs if heir.index == sequence.index]
-        turn.heirs = [heir for heir in turn.heirs if heir.index != sequence.index]
+        heirs = self.heirs.take(turn, sequence.index)
         lease = None
         if table is not None and (turn.hold is not None or heirs):
             lease = self.kv.hold(table, sequence.num_computed, job=turn.job_id, **self._terms(turn.hold))
@@ -321,7 +304,7 @@ class Scheduler:
             )
         )
         for heir in heirs:
-            self._endow(heir, sequence.state)
+            self.heirs.endow(heir, sequence.state)
         if lease is not None and lease.transient and not lease.num_heirs:
             self.kv.leases.end(lease)  # none of them could use it
 
@@ -330,46 +313,6 @@ class Scheduler:
             return {"transient": True}
         expires_at = None if hold.seconds is None else self._clock.now() + hold.seconds
         return {"expires_at": expires_at, "value": hold.value}
-
-    # Heirs: turns whose parent has not ended yet
-
-    def await_parent(self, heir: Heir) -> None:
-        heir.turn.awaits = heir.parent
-        heir.parent.heirs.append(heir)
-
-    def _endow(self, heir: Heir, state: State) -> None:
-        """The parent has ended well: the heir's prompt is what it left, and the suffix."""
-        turn = heir.turn
-        at = state.num_tokens if heir.at is None else heir.at
-        try:
-            if at > state.num_tokens:
-                raise InvalidRequest("at", f"{at} is past the end of the parent, which has {state.num_tokens} tokens")
-            check_lengths(at + len(turn.prompt), turn.params, self.config)
-        except InvalidRequest as error:
-            self._orphan(turn, error)
-            return
-        turn.awaits, turn.parent, turn.num_shared = None, state, at
-        turn.begin_with(state.tokens[:at] + turn.prompt)
-        self.submit(turn)
-
-    def _disinherit(self, turn: Turn, index: int | None, why: str) -> None:
-        """The heirs of one answer, or of all, will never run; nor will theirs."""
-        lost = [heir for heir in turn.heirs if index is None or heir.index == index]
-        turn.heirs = [heir for heir in turn.heirs if heir not in lost]
-        for heir in lost:
-            self._orphan(heir.turn, ParentFailed(f"its parent {turn.id!r} {why}"))
-
-    def _orphan(self, turn: Turn, error: SegueError) -> None:
-        """End a turn that never ran, and all that wait for it, however long that line is."""
-        line = [Orphan(turn, error)]
-        for orphan in line:
-            turn = orphan.turn
-            turn.awaits = None
-            self.states.note_failure(turn.id, turn.scope, _WHY_GONE[FinishReason.ERROR])
-            failed = ParentFailed(f"its parent {turn.id!r} {_WHY_GONE[FinishReason.ERROR]}")
-            line += [Orphan(heir.turn, failed) for heir in turn.heirs]
-            turn.heirs = []
-        self.orphans += line
 
     # On the way to another engine
 

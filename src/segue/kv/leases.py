@@ -214,14 +214,16 @@ class Leases:
             return wanted <= 0
         victims = self._unshared_tails(wanted)
         if victims is not None:
-            self._shrink(victims, num_free, spare_shared=True)
+            self._shrink(victims, num_free)
             return True
-        if self._num_reclaimable() < wanted:
+        held = Counter(block for lease in self for block in lease.blocks)
+        only_leased = {block for block, count in held.items() if self._pool.ref_count[block] == count}
+        only_leased.difference_update(*(lease.blocks[: lease.num_lent] for lease in self))
+        if len(only_leased) < wanted:
             self._refused = (wanted, self._pool.num_releases)
             return False
         everyone = [self._leases[lease_id] for _, _, lease_id in self._order]
-        self._shrink(everyone, num_free, spare_shared=True)  # first what frees memory at once,
-        self._shrink(everyone, num_free, spare_shared=False)  # then what others still hold
+        self._take_back(everyone, lambda _: self._pool.num_free >= num_free, only_leased.__contains__, "pressure")
         return True
 
     def _is_refused(self, wanted: int) -> bool:
@@ -229,33 +231,67 @@ class Leases:
         return self._refused is not None and self._refused[1] == self._pool.num_releases and wanted >= self._refused[0]
 
     def _unshared_tails(self, wanted: int) -> list[Lease] | None:
-        """The first leases whose tails, held by nobody else, come to `wanted` blocks; None if all of them do not."""
+        """The first leases whose tails, held by nobody else, come to `wanted` blocks. None if all of them do not, or if a
+        dearer one would come before a cheaper one whose tail is shared."""
         refs = self._pool.ref_count
         victims, found = [], 0
-        for _, _, lease_id in self._order:
+        passed_over: tuple[bool, float] | None = None
+        for heirs, value, lease_id in self._order:
+            if passed_over is not None and (heirs, value) > passed_over:
+                return None
             lease = self._leases[lease_id]
             victims.append(lease)
             for block in reversed(lease.blocks[lease.num_lent :]):
-                if found >= wanted or refs[block] > 1:
+                if found >= wanted:
+                    break
+                if refs[block] > 1:
+                    passed_over = (heirs, value)
                     break
                 found += 1
             if found >= wanted:
                 return victims
         return None
 
-    def _num_reclaimable(self) -> int:
-        """Blocks that only leases hold, and nobody runs on."""
-        held = Counter(block for lease in self for block in lease.blocks[lease.num_lent :])
-        return sum(self._pool.ref_count[block] == count for block, count in held.items())
-
-    def _shrink(self, leases: Iterable[Lease], num_free: int, *, spare_shared: bool) -> None:
+    def _shrink(self, leases: Iterable[Lease], num_free: int) -> None:
+        """Take unshared tails until there is enough."""
         pool, refs = self._pool, self._pool.ref_count
         for lease in leases:
             blocks, lent, had = lease.blocks, lease.num_lent, len(lease.blocks)
-            while len(blocks) > lent and pool.num_free < num_free and not (spare_shared and refs[blocks[-1]] > 1):
+            while len(blocks) > lent and pool.num_free < num_free and refs[blocks[-1]] == 1:
                 pool.release((blocks.pop(),))
             if len(blocks) < had:
                 self._lost(lease, had - len(blocks), "pressure")
+
+    def _take_back(
+        self,
+        leases: list[Lease],
+        enough: Callable[[int], bool],
+        useful: Callable[[int], bool],
+        why: Literal["pressure", "quota"],
+    ) -> None:
+        """Shrink leases in order. A block that several of them hold goes when it is the dearest one's turn, from all of
+        them at once; at one that is not `useful` to take, none of those below it would be."""
+        dearest: dict[int, int] = {}
+        ending: dict[int, list[Lease]] = {}  # block -> the leases of which it is the last
+        for position, lease in enumerate(leases):
+            dearest.update(dict.fromkeys(lease.blocks, position))
+            ending.setdefault(lease.blocks[-1], []).append(lease)
+        lost: Counter[int] = Counter()
+        num_taken = 0
+        for position, lease in enumerate(leases):
+            while len(lease.blocks) > lease.num_lent and not enough(num_taken):
+                block = lease.blocks[-1]
+                if dearest[block] > position or not useful(block):
+                    break
+                num_taken += 1
+                for holder in ending.pop(block):
+                    self._pool.release((holder.blocks.pop(),))
+                    lost[holder.id] += 1
+                    if holder.blocks:
+                        ending.setdefault(holder.blocks[-1], []).append(holder)
+        for lease in leases:
+            if lost[lease.id]:
+                self._lost(lease, lost[lease.id], why)
 
     def _enforce_quota(self, salt: str) -> None:
         """`totals` is never below the number of different blocks, so most of the time it settles the question."""
@@ -263,22 +299,11 @@ class Leases:
         if quota is None or self.totals[salt] <= quota:
             return
         own = [self._leases[lease_id] for _, _, lease_id in self._order]
-        own = [lease for lease in own if lease.scope.salt == salt and not lease.transient]
-        holders = Counter(block for lease in own for block in lease.blocks)
-        for spare_shared in (True, False):
-            for lease in own:
-                lost = array("i")
-                while len(holders) > quota and len(lease.blocks) > lease.num_lent:
-                    block = lease.blocks[-1]
-                    if spare_shared and holders[block] > 1:
-                        break
-                    lost.append(lease.blocks.pop())
-                    holders[block] -= 1
-                    if not holders[block]:
-                        del holders[block]
-                if lost:
-                    self._pool.release(lost[::-1])
-                    self._lost(lease, len(lost), "quota")
+        own = [lease for lease in own if lease.scope.salt == salt and not lease.transient and lease.blocks]
+        different = {block for lease in own for block in lease.blocks}
+        lent = {block for lease in own for block in lease.blocks[: lease.num_lent]}
+        surplus = len(different) - quota
+        self._take_back(own, lambda num_taken: num_taken >= surplus, lambda block: block not in lent, "quota")
 
     def _lost(self, lease: Lease, num_blocks: int, why: Literal["pressure", "quota"]) -> None:
         """`blocks` is shorter by this much already."""

@@ -295,3 +295,33 @@ def test_a_child_is_never_found_below_a_rewritten_parent():
     kv._evict(first)  # out of order: its children must go with it
     assert not [block for block in kv._index.indexed_blocks() if block != table_block]
     kv.check()
+
+
+def test_a_dear_lease_does_not_give_way_before_cheap_ones_that_share():
+    kv = KVManager(20, 4)
+    ids, others = tokens(range(32)), tokens(range(100, 132))
+    table, _ = run(kv, ids)
+    cheap = [kv.hold(table, 32, value=1.0), kv.hold(table, 24, value=1.0)]
+    finish(kv, table, ids)
+    table, _ = run(kv, others)
+    dear = kv.hold(table, 32, value=2.0)
+    finish(kv, table, others)
+    assert kv.leases.reclaim(kv.num_free + 5, now=0.0)
+    kv.check()
+    assert ([len(lease.blocks) for lease in cheap], len(dear.blocks)) == ([3, 3], 8)
+
+
+def test_a_tail_that_running_work_holds_too_is_not_given_up_for_nothing():
+    kv = KVManager(20, 4)
+    ids, others = tokens(range(32)), tokens(range(100, 132))
+    running, _ = run(kv, ids)
+    cheap = kv.hold(running, 32, value=1.0)
+    table, _ = run(kv, others)
+    dear = kv.hold(table, 32, value=2.0)
+    finish(kv, table, others)
+    assert kv.leases.reclaim(kv.num_free + 5, now=0.0) and not kv.leases.reclaim(kv.num_free + 5, now=0.0)
+    kv.check()
+    assert (len(cheap.blocks), len(dear.blocks)) == (8, 3)
+    assert not kv.leases.reclaim(kv.num_free + 5, now=0.0)
+    kv.close(running)
+    assert kv.leases.reclaim(kv.num_free + 5, now=0.0), "what was refused is to be had once somebody lets go"
