@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,9 @@ class Move:
         return self.destination.deltas(self.request_id, 1, self.inbox)
 
     def abort(self) -> None:
+        """End it there, or wherever it went from there."""
+        with suppress(RuntimeError):  # that event loop is no more
+            self.inbox.loop.call_soon_threadsafe(self.inbox.leave)
         self.destination.post(lambda: self.destination.end(self.request_id, self.inbox))
 
     def forget(self) -> None:
