@@ -1,6 +1,7 @@
 """Whose an id is: what may take it, what may not, and what whoever had it before still hears."""
 
 import gc
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -121,6 +122,22 @@ def test_what_arrives_takes_nothing_from_who_asked_for_its_id_meanwhile():
     assert arrivals[0].commit().id == "r" and arrivals[1].commit() == "moved"
     assert told(engine)[0]["moved"] == expected(PROMPT, 20)[3:]
     assert engine.state("r").num_tokens == 38
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["load", "import"])
+def test_no_hold_is_left_on_a_state_whose_id_was_taken_meanwhile(kind):
+    engine = make()
+    state = known(engine, "r")
+    finished, unfinished = saved("r")
+    arrival = engine.import_request(unfinished) if kind else engine.begin_load(finished, state_id="r")
+    with suppress(StateError, InvalidRequest):
+        engine.hold(state)
+    arrival.commit()
+    told(engine)
+    for found in engine.states():
+        engine.release(found)
+    assert len(engine.kv.leases) == 0 and engine.stats().kv_usage == 0.0
+    engine.check()
 
 
 def test_an_id_that_has_arrived_is_as_any_other():
