@@ -76,6 +76,12 @@ class StateDesk:
         if state.lease is not None:
             self._kv.leases.end(state.lease)
 
+    def drop(self, state_id: str) -> None:
+        """The state with this id, if there is one, is known no longer and holds nothing."""
+        state = self.ledger.remove(state_id)
+        if state is not None:
+            self.release(state)
+
     def fork(self, state: State, at: int, state_id: str, hold: Hold | None) -> State:
         lease = None if hold is None else self.grasp(state, at, job=state.job, **self.terms(hold))
         tokens, keys = state.tokens, state.keys  # neither ever changes

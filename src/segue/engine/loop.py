@@ -180,7 +180,7 @@ class EngineLoop:
     def _open(self, turn: Turn, before: Progress | None = None) -> None:
         """From here on the id is the new request's: a state that had it is gone, however the request ends."""
         for name in answer_names(turn.id, turn.params.n):
-            self._desk.ledger.remove(name)
+            self._desk.drop(name)
         self._answers.open(turn, before)
 
     def abort(self, request_id: str) -> bool:
