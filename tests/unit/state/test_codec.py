@@ -28,7 +28,7 @@ PARAMS = SamplingParams(
     frequency_penalty=-2,
     logit_bias={5: 1 / 3, 0: -100.0},
     seed=MAX_SEED,
-    n=3,
+    n=1,
     max_tokens=None,
     min_tokens=2**33,
     stop=("é\u2028", '"\\\n', "\x00"),
@@ -157,13 +157,14 @@ def test_every_cut_is_found(snapshot, data):
 
 
 VERSION_1 = (
-    "eNpdUr2LE0EUX7W5O7CyEAQVphDBSZj93k2lhdjZyFXJsk6yk2TN7sy6OwsXQlCxUrCwOFERbM1/cBZyooKNoCAWtjZiI1fYCcY3O+Y8fTDMe795"
-    "H7/33ty5cmnz6MaJjUOGYbw9bBgzlCaogypJJWuZCKNcJCwDZEhIAmY1EAUDE1Sa0EKyUhvXRB8USasJGIOSQXgSU4k6pu8SLW2CUUanogZ0hhI5"
-    "bRL1h5mg0vRU7jFVUNfCFjaxE80x4nUeSzFhvEIdR5sDkRc1ZEcdGyqNaz7Z97AwKkoxKllVqRIFLWneaJLlBSuprEvIT9o2+VcgsxRFPAG2JAxd"
-    "0/Qs3/c9jRao47KWbYFTnnJlmjAZH6OSFUymMhUAMk4zOYWntqk4sIrxAfsLt5rmhyW7XsPD9MADUM7EKJVxP6VAtdt1MfD7TyLcJbhlqhFGEcyJ"
-    "qe5Dy7Jt3yK2F7iO77sBAU68mUpOt/Znwuss08xXSOAGYWg7bgi1K+gQqqLXiy83n8EKeqjX63Gl1GowKNIuOjZOE0XRxwTgdMRFyWImAJJlzQDh"
-    "g6xOWKxzagx6g4301W7mK+KOBwMOPGIGjuXbgR8SV28WPPNCNmtU5oHY1Uco/iTiQjK11xw2TUdMsZpBD7rbeTSfH7918fPlb+c+XPi6/eLjmx8n"
-    "1feG320sl8sbcBmv9tZ3rj7d+PXw5b3h4tR4+/EjJc93Nxv5tKv8zz/RMUfgrMNZ+RiN7C3fnz12f+326bvfd949WFuc+fkb2fAMLA=="
+    "eNpdUjuP00AQNlDdSddAgYSg2YpiE9ZvO6KAigK601WJZW3iSc7E9hp7LV2IQhASBYjqChDoKiqguZriOHQUiB9AQYWgo0H8gzCbJcfBSKud+X"
+    "Ye38zso80bWxvrF9ZPGYbx8bRhTEmakA6pJZfQMgkluUggQ2TIWIJmPRAloIkqT3gpodLGbdFHRfJ6jMagAgxPYi5Jx/RdpqXNKMn4RDSITkki"
+    "J8tE/WEmuDQ9lXubK6hrUYua1IlmlBRNHksxhqImHUebA5GXDWYnHRsrbTfF+NjDoqSsxKiCulYlSl7xfKlJyEuouGwqzM/aNvtXMLMUZTxGti"
+    "wMXdP0LN/3PY2WpONCy7bQKU8LZZo4GZ+SCkqQqUwFglDwTE7wqW0qDlBDMYC/cGvZ/LCCOw0+TE48IOVMjFIZ91OOVLtdlyK//ySiXUZbphph"
+    "FOGcQHUfWpZt+xazvcB1fN8NGHIqkALy5DvHMymaLNPMV0jgBmFoO26ItWvsEKuSD6+/33+FK+iRXq9XKKVRgyGRdtGxcZooij5lCKejQlQQg0"
+    "BIVg0gUgyyJoFY59QY9oYb6avdzFbEHQ8HHHjMDBzLtwM/ZK7eLHrmpVyuUZknYlcfofyTqBAS1F5z3DQfgWI1xR50t7NoNjv6+vPTPj24PD33"
+    "5ez5Nxfn6nvj7zYWi8UcL2P/yfWHR7vv7+bvrj7Yfbr348VzJW8Pt5by+VD5X9vTMWfwrOFZ+RhL+bXYXJvfuvdt++VN8uzSxsGVx78Bk+AKNA"
+    "=="
 )  # base64 of zlib of `encode(RUNNING)`
 
 
