@@ -141,15 +141,20 @@ class StateLedger:
 
     def _least_useful(self, newest: State) -> State:
         """The least recently used without KV of its own; if all have some, the least recently used of them. All are looked at
-        only when none is known to be without."""
+        only when none is known to be without, and then what is found is noted for the next times."""
+        if (found := self._first_without_kv(newest)) is not None:
+            return found
+        self._without_kv = OrderedDict.fromkeys(key for key, state in self._states.items() if not state.num_held)
+        return self._first_without_kv(newest) or next(state for state in self._states.values() if state is not newest)
+
+    def _first_without_kv(self, newest: State) -> State | None:
         for state_id in list(islice(self._without_kv, 8)):
             state = self._states[state_id]
             if state.num_held:
                 del self._without_kv[state_id]  # held again
             elif state is not newest:
                 return state
-        others = [state for state in self._states.values() if state is not newest]
-        return next((state for state in others if not state.num_held), others[0])
+        return None
 
     def _remember(self, state_id: str, salt: str, error: StateError) -> None:
         self._gone.pop(state_id, None)
