@@ -23,6 +23,7 @@ from pathlib import Path
 
 from segue import EngineConfig, EngineCore, Request, SamplingParams, State
 from segue.engine import StepPlan, StepResult
+from segue.engine.desk import FILE_CHUNK, WIRE_CHUNK
 from segue.engine.wire import receive_request, send_request
 from segue.kv import KVLayout
 
@@ -169,10 +170,12 @@ def pages(size: int) -> memoryview:
     return memory
 
 
-def pieces_of(engine, state) -> tuple[int, int]:
+def pieces_of(engine, state, at_most: int) -> tuple[int, int]:
+    """How many bytes of KV a state has, and how many go at a time."""
     outgoing, done = engine.begin_save(state)
     done()
-    return outgoing.snapshot.kv_bytes, outgoing.snapshot.chunk_bytes(0)
+    block = engine.runner.kv_layout.token_bytes * engine.kv.block_size
+    return outgoing.snapshot.kv_bytes, max(at_most // block, 1) * block
 
 
 def raw_write(path: Path, total: int, piece: memoryview) -> None:
@@ -199,7 +202,7 @@ def compare(name: str, total: int, raw: list[float], ours: list[float], note: st
 def files(model: str, num_tokens: int, rounds: int, folder: str | None) -> None:
     source, destination, prompt = real_state(model, num_tokens)
     state = source.generate(prompt, ONE, hold=True)[0].state
-    total, size = pieces_of(source, state)
+    total, size = pieces_of(source, state, FILE_CHUNK)
     print(
         f"a state of {state.num_tokens} tokens of {model}: {total / 2**20:.0f} MiB of KV in pieces of {size / 2**20:.2f} MiB"
     )
@@ -263,7 +266,7 @@ def plain_copy(sock: socket.socket, size: int) -> None:
 def serve_as_source(model: str, num_tokens: int, port: int) -> None:
     source, _, prompt = real_state(model, num_tokens)
     held = source.generate(prompt, ONE, hold=True)[0].state
-    total, size = pieces_of(source, held)
+    total, size = pieces_of(source, held, WIRE_CHUNK)
     piece = pages(size)
     control = socket.create_connection(("127.0.0.1", port))
     control.sendall(f"{total} {size}".encode())

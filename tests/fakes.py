@@ -109,3 +109,9 @@ class FakeExecutor:
             self.slots[self._slot(row.blocks, position)] = (row.tokens[position], digest)
             self.num_computed += 1
         return digest
+
+
+def cut_chunks(monkeypatch, num_bytes):
+    """Engines send and save KV in chunks of about so many bytes: even a small state has several."""
+    for name in ("FILE_CHUNK", "WIRE_CHUNK"):
+        monkeypatch.setattr(f"segue.engine.core.{name}", num_bytes)

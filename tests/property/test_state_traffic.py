@@ -17,7 +17,7 @@ from segue.base.errors import InvalidRequest, NoRoom, ParentFailed, StateError
 from segue.base.types import FinishReason, SamplingParams
 from segue.engine import EngineCore, Request
 from segue.engine.sequence import sample_seed
-from tests.fakes import FakeExecutor, expected
+from tests.fakes import FakeExecutor, cut_chunks, expected
 
 SALTS = ("", "t")
 MAX_LEN = 48
@@ -27,7 +27,7 @@ REFUSED = (InvalidRequest, StateError)  # NoRoom, RequestTooLong and SnapshotErr
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Few tokens in a chunk, so that one of several can be missing."""
-    monkeypatch.setattr("segue.engine.desk._CHUNK_BYTES", 4 * FakeExecutor(2, 1).kv_layout.token_bytes)
+    cut_chunks(monkeypatch, 4 * FakeExecutor(2, 1).kv_layout.token_bytes)
 
 
 @dataclass(eq=False)

@@ -1,7 +1,8 @@
-"""A second pair of hands: one thing done in a thread, for one item after another."""
+"""A second pair of hands: a thread that does one thing for each item given to it, or takes half of what is to be done."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
@@ -47,3 +48,28 @@ class Worker(Generic[T]):
                 self._results.put((self._work(*item), None))
             except BaseException as error:  # the caller's to raise, whatever it is
                 self._results.put((None, error))
+
+
+def share(count: int, work: Callable[[int, int], None], name: str) -> None:
+    """Calls `work(item, hand)` for each item below `count`: hand 0 is this thread, hand 1 another, and each takes the
+    next item when it is done with one. After an error no more are begun; it is raised when both have stopped."""
+    left = deque(range(count))
+
+    def lend_a_hand(hand: int) -> None:
+        try:
+            while True:
+                try:
+                    item = left.popleft()
+                except IndexError:
+                    return
+                work(item, hand)
+        finally:
+            left.clear()
+
+    if count < 2:
+        lend_a_hand(0)
+        return
+    with Worker(lend_a_hand, name) as helper:
+        helper.submit(1)
+        lend_a_hand(0)
+        helper.result()

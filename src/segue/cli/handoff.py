@@ -139,9 +139,9 @@ class SameProcess:
         _warm_up(self._engine)
 
     def take(self, engine: Engine, request_id: str) -> Move:
-        outgoing, done = engine.begin_save(request_id)
-        done()
-        snapshot, free = outgoing.snapshot, self._engine.kv.num_free
+        export = engine.export_request(request_id)
+        export.abort()  # only asked what would be sent
+        snapshot, free = export.snapshot, self._engine.kv.num_free
         num_bytes = sum(snapshot.chunk_bytes(index) for index in self._engine.missing(snapshot))
         began = time.perf_counter()
         hand_over(engine, self._engine, request_id)

@@ -11,6 +11,7 @@ from typing import Any
 
 from segue.base.errors import ForgottenState, StateError, UnknownState
 from segue.base.types import FinishReason
+from segue.engine.desk import FILE_CHUNK, WIRE_CHUNK
 from segue.engine.handoff import Export, Import
 from segue.engine.loop import EngineLoop, new_request_id
 from segue.engine.outputs import Delta
@@ -106,7 +107,7 @@ class EngineCore(EngineLoop):
         else:
             found = self._find(state, salt)
             lease = self._desk.grasp(found, found.num_tokens, transient=True)
-        outgoing = self._desk.send(found, lease, note)
+        outgoing = self._desk.send(found, lease, FILE_CHUNK, note)
         return outgoing, lambda: self.kv.leases.end(lease) if lease is not None else None
 
     def load(self, path: str | Path, **options: Any) -> State:
@@ -190,7 +191,8 @@ class EngineCore(EngineLoop):
         progress = self._progress(sequence)
         state = self._scheduler.park(sequence)
         state.progress = progress
-        active.export = Export(self, self._scheduler, sequence, state, self._desk.send(state, state.lease))
+        outgoing = self._desk.send(state, state.lease, WIRE_CHUNK)
+        active.export = Export(self, self._scheduler, sequence, state, outgoing)
         return active.export
 
     def missing(self, snapshot: Snapshot, *, salt: str = "") -> range:

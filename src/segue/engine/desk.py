@@ -20,7 +20,8 @@ from segue.engine.transfer import Incoming, Outgoing
 from segue.kv import KVManager, Lease, Match
 from segue.state import Snapshot, State, StateLedger
 
-_CHUNK_BYTES = 2**20  # large enough to be worth a call, small enough to stay in a CPU's cache on its way
+FILE_CHUNK = 2**22  # bytes: large enough that two threads seldom meet between chunks
+WIRE_CHUNK = 2**20  # small enough to stay in a core's cache, and to be on its way while the next is copied
 _ANY_TOKEN = array("i", [0])
 
 
@@ -113,8 +114,13 @@ class StateDesk:
 
     # Out and in
 
-    def send(self, state: State, lease: Lease | None, note: Mapping[str, Any] | None = None) -> Outgoing:
-        """A state as a snapshot, and its KV to be read chunk by chunk while `lease` lasts."""
+    def send(
+        self, state: State, lease: Lease | None, chunk_bytes: int, note: Mapping[str, Any] | None = None
+    ) -> Outgoing:
+        """A state as a snapshot, and its KV to be read chunk by chunk while `lease` lasts.
+
+        A chunk is as many whole blocks as fit in `chunk_bytes`, and at least one.
+        """
         layout, size = self._executor.kv_layout, self._kv.block_size
         snapshot = Snapshot(
             state.id,
@@ -122,7 +128,7 @@ class StateDesk:
             layout,
             state.tokens,
             lease.num_computed if lease is not None else 0,
-            max(_CHUNK_BYTES // (layout.token_bytes * size), 1) * size,
+            max(chunk_bytes // (layout.token_bytes * size), 1) * size,
             time.time(),
             scope_digest(state.scope.salt),
             state.scope.adapter,

@@ -78,7 +78,9 @@ class Executor(Protocol):
         ...
 
     def write_kv(self, blocks: Seq[int], start: int, stop: int, data: memoryview, first: int, last: int) -> None:
-        """`data` is the KV of positions `start … stop-1` in logical order: store that of `first … last-1`."""
+        """`data` is the KV of positions `start … stop-1` in logical order: store that of `first … last-1`.
+
+        Between two steps, other threads may call it too, each for positions of its own."""
         ...
 
     def close(self) -> None: ...

@@ -52,12 +52,13 @@ class BlockPool:
         """One more holder for each; a free block leaves the free list with its content intact."""
         refs, after, before = self.ref_count, self._next, self._prev
         for block in blocks:
-            if not refs[block]:
+            count = refs[block]
+            if not count:
                 left, right = before[block], after[block]
                 after[left] = right
                 before[right] = left
                 self.num_free -= 1
-            refs[block] += 1
+            refs[block] = count + 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """One holder fewer for each, last block first: of two blocks freed together the earlier one in the sequence

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from segue.model.backend import rope_tables
 from segue.model.batch import Batch
+from segue.model.kv_copies import Place
 from segue.model.native import Kernels, PackedWeight, Storage
 from segue.model.spec import ModelSpec
 
@@ -20,6 +21,7 @@ class NativeBackend:
     def __init__(self, kernels: Kernels, spec: ModelSpec, storage: Storage, max_tokens: int, max_len: int) -> None:
         self.device = torch.device("cpu")
         self.kv_dtype = torch.bfloat16 if storage == "bf16" else torch.float32
+        self.place_kv: Place | None = kernels.place
         self._kernels = kernels
         self._storage = storage
         self._heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}

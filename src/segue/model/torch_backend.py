@@ -8,6 +8,7 @@ from torch import Tensor
 
 from segue.model.backend import rope_tables
 from segue.model.batch import Batch, Span
+from segue.model.kv_copies import Place
 from segue.model.spec import ModelSpec
 
 
@@ -19,6 +20,7 @@ class TorchBackend:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_len: int) -> None:
         self.device = device
         self.kv_dtype = dtype
+        self.place_kv: Place | None = None
         self._spec = spec
         self._dtype = dtype
         cos, sin = rope_tables(spec, max_len)

@@ -1,11 +1,12 @@
 """Saved states: a snapshot and its KV in one file, written all or not at all, and believed only by its digests.
 
-Two threads move the bytes, so that filling or using one chunk overlaps with writing or reading the next:
+Two threads move the bytes. A file is written in order, so one fills while the other writes; where order does not
+matter, each does everything for a chunk, which stays in its core's cache on the way:
 
     save   caller |fill 0, digest|fill 1, digest|fill 2, digest|
            thread                |write 0       |write 1       |write 2 |
-    take   thread |read 0, check |read 1, check |read 2, check |
-           caller                |use 0         |use 1         |use 2   |
+    take   caller |read 0, check, use 0|read 2, check, use 2|
+           thread |read 1, check, use 1|read 3, check, use 3|
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from io import FileIO
 from pathlib import Path
 
 from segue.base.errors import InvalidRequest, SnapshotError, StateError, UnknownState
-from segue.base.worker import Worker
+from segue.base.worker import Worker, share
 from segue.state.codec import DIGEST_BYTES, Preamble, chunk_digest, encode, read_preamble
 from segue.state.snapshot import Snapshot
 
@@ -32,7 +33,7 @@ SUFFIX = ".segue"
 STALE_SECONDS = 3600.0  # a temporary not written to for so long is of a process that died
 _TEMPORARY = ".saving"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-_NUM_BUFFERS = 3  # one at each end, and one between them
+_NUM_BUFFERS = 3  # of a save: one at each end, and one between them
 _CACHE_LINE = 64
 
 
@@ -83,19 +84,18 @@ class SavedState:
         return cls(path, file, preamble)
 
     def take(self, use: ChunkFunction) -> None:
-        """Calls `use(index, data)` for each chunk, in order, in this thread, once its digest was found right.
+        """Calls `use(index, data)` for each chunk once its digest was found right: in no order, from this thread and
+        from another at the same time.
 
         `data` is valid until `use` returns. What `use` raises passes through, and ends it.
         """
         with _explained(self.path, "read"):
-            buffers = _Buffers(self._preamble)
-        num_chunks, ahead = self.snapshot.num_chunks, _NUM_BUFFERS - 1
-        with Worker(lambda index: self._read_chunk(index, buffers.part(index)), "segue-load") as reader:
-            for index in range(num_chunks + ahead):
-                if index < num_chunks:
-                    reader.submit(index)
-                if index >= ahead:
-                    use(index - ahead, reader.result())
+            buffers = _Buffers(self._preamble, 2)
+        share(
+            self.snapshot.num_chunks,
+            lambda index, hand: use(index, self._read_chunk(index, buffers.part(index, hand))),
+            "segue-load",
+        )
 
     def verify(self) -> None:
         """Reads all of it; `SnapshotError` if a chunk is damaged."""
@@ -184,13 +184,13 @@ def _is_name(text: str) -> bool:
 
 def _write_chunks(file: FileIO, path: Path, preamble: Preamble, fill: ChunkFunction) -> None:
     with _explained(path, "written"):
-        buffers = _Buffers(preamble)
+        buffers = _Buffers(preamble, _NUM_BUFFERS)
     num_chunks = preamble.snapshot.num_chunks
     with Worker(lambda part: _write(file, path, part), "segue-save") as writer:
         for index in range(num_chunks):
             if index >= _NUM_BUFFERS:
                 writer.result()
-            part = buffers.part(index)
+            part = buffers.part(index, index % _NUM_BUFFERS)
             data = part[:-DIGEST_BYTES]
             fill(index, data)
             part[-DIGEST_BYTES:] = chunk_digest(preamble.digest, index, data)
@@ -200,26 +200,26 @@ def _write_chunks(file: FileIO, path: Path, preamble: Preamble, fill: ChunkFunct
 
 
 class _Buffers:
-    """Memory for a few chunks, each with its digest, that later chunks take over in turn."""
+    """Memory for `count` chunks, each with its digest, that later chunks take over."""
 
-    def __init__(self, preamble: Preamble) -> None:
+    def __init__(self, preamble: Preamble, count: int) -> None:
         self._preamble = preamble
         snapshot = preamble.snapshot
         largest = snapshot.chunk_bytes(0) + DIGEST_BYTES
         self._stride = (largest // mmap.PAGESIZE + 2) * mmap.PAGESIZE
-        num_bytes = self._stride * max(1, min(_NUM_BUFFERS, snapshot.num_chunks))
+        num_bytes = self._stride * max(1, min(count, snapshot.num_chunks))
         self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(AttributeError, OSError):  # not every system has large pages
             self._memory.madvise(mmap.MADV_HUGEPAGE)
 
-    def part(self, index: int) -> memoryview:
+    def part(self, index: int, buffer: int) -> memoryview:
         """The memory for one chunk, on a cache line, 64 to 127 bytes less far into its page than the chunk in the file.
 
         Current AMD processors copy three to six times slower where the destination is 1 to 31 bytes further into its
         page than the source; wherever else it is, there is no difference.
         """
         start = (_chunk_position(self._preamble, index) // _CACHE_LINE - 1) * _CACHE_LINE % mmap.PAGESIZE
-        start += index % _NUM_BUFFERS * self._stride
+        start += buffer * self._stride
         return memoryview(self._memory)[start : start + self._preamble.snapshot.chunk_bytes(index) + DIGEST_BYTES]
 
 

@@ -16,7 +16,7 @@ from segue.base.config import EngineConfig
 from segue.base.errors import EngineClosed, ParentFailed, SegueError, StateError
 from segue.base.types import SamplingParams
 from segue.engine import AsyncEngine, EngineCore, Request
-from tests.fakes import FakeExecutor, expected
+from tests.fakes import FakeExecutor, cut_chunks, expected
 
 PROMPT = list(range(30))
 ANSWER = expected(PROMPT, 60)
@@ -25,7 +25,7 @@ ANSWER = expected(PROMPT, 60)
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Sixteen tokens in a chunk, so that a move has several moments to be interrupted in."""
-    monkeypatch.setattr("segue.engine.desk._CHUNK_BYTES", 16 * FakeExecutor(2, 1).kv_layout.token_bytes)
+    cut_chunks(monkeypatch, 16 * FakeExecutor(2, 1).kv_layout.token_bytes)
 
 
 class Slow(FakeExecutor):

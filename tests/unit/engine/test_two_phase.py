@@ -15,7 +15,7 @@ from segue.base.errors import EngineClosed, InvalidRequest, SnapshotError, State
 from segue.base.types import FinishReason, SamplingParams
 from segue.engine import EngineCore, Request, Reuse, hand_over
 from segue.state.codec import DIGEST_BYTES, MAGIC, VERSION, chunk_digest, encode, read_preamble
-from tests.fakes import FakeExecutor, expected
+from tests.fakes import FakeExecutor, cut_chunks, expected
 
 PROMPT = [token % 40 for token in range(30)]
 ANSWER = expected(PROMPT, 20)
@@ -24,7 +24,7 @@ ANSWER = expected(PROMPT, 20)
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Eight tokens in a chunk, where a block has four, so that one of several can be missing."""
-    monkeypatch.setattr("segue.engine.desk._CHUNK_BYTES", 8 * FakeExecutor(2, 1).kv_layout.token_bytes)
+    cut_chunks(monkeypatch, 8 * FakeExecutor(2, 1).kv_layout.token_bytes)
 
 
 def make(num_blocks=64, size=4, *, clock=None, **options) -> EngineCore:

@@ -12,13 +12,13 @@ from segue.engine import EngineCore, TokenLogprobs
 from segue.engine.frames import HEADER, Kind, Link
 from segue.engine.wire import RemoteStream, receive_request, send_request, stream_back
 from segue.state.codec import DIGEST_BYTES
-from tests.fakes import FakeExecutor, expected
+from tests.fakes import FakeExecutor, cut_chunks, expected
 from tests.wires import ANSWER, PROMPT, assert_empty, make, other_side, params, serve, start, tokens_of
 
 
 @pytest.fixture(autouse=True)
 def one_block_per_chunk(monkeypatch):
-    monkeypatch.setattr("segue.engine.desk._CHUNK_BYTES", 1)
+    cut_chunks(monkeypatch, 1)
 
 
 class WithLogprobs(FakeExecutor):

@@ -17,13 +17,13 @@ from segue.engine.frames import HEADER, Kind, Link
 from segue.engine.wire import RemoteStream, receive_request, send_request, stream_back
 from segue.state import codec
 from segue.state.codec import DIGEST_BYTES, MAGIC, chunk_digest
-from tests.fakes import expected
+from tests.fakes import cut_chunks, expected
 from tests.wires import ANSWER, PROMPT, assert_empty, make, other_side, serve, start, tokens_of
 
 
 @pytest.fixture(autouse=True)
 def one_block_per_chunk(monkeypatch):
-    monkeypatch.setattr("segue.engine.desk._CHUNK_BYTES", 1)
+    cut_chunks(monkeypatch, 1)
 
 
 # To a source

@@ -48,12 +48,12 @@ def filler(state, seed=0):
 
 
 def taken(path):
-    """The snapshot and the KV that a file holds; chunks must come in order."""
+    """The snapshot and the KV that a file holds; each chunk must come once."""
     chunks = {}
     with SavedState.open(path) as saved:
-        saved.take(lambda index, data: chunks.update({index: bytes(data)}))
-        assert list(chunks) == list(range(saved.snapshot.num_chunks))
-        return saved.snapshot, b"".join(chunks.values())
+        saved.take(lambda index, data: chunks.setdefault(index, []).append(bytes(data)))
+        assert sorted(chunks) == list(range(saved.snapshot.num_chunks))
+        return saved.snapshot, b"".join(data for _, [data] in sorted(chunks.items()))
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_damaged_chunk_is_never_handed_out(path):
     seen = []
     with SavedState.open(path) as saved, pytest.raises(SnapshotError, match=r"a\.segue: .* chunk 3"):
         saved.take(lambda index, out: seen.append(index))
-    assert seen == [0, 1, 2]
+    assert {0, 1, 2} <= {*seen} and 3 not in seen  # the other thread may be ahead
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(path):

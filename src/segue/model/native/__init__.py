@@ -11,10 +11,12 @@ CPU is taken for granted: a call of a few microseconds cannot afford to ask ever
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,6 +79,7 @@ class Kernels:
         self._unpack_rows = _bind(free.segue_unpack, "ppinpnpi")
         self._linear = _bind(free.segue_linear, "pppippnnni")
         self._attention = _bind(free.segue_attention, "pppipnppnnnnnfnpi")
+        self._place = _bind(free.segue_place, "pppnnnnnnnnn")
         self._rms_norm = _bind(locked.segue_rms_norm, "ppfpnni")
         self._add_rms_norm = _bind(locked.segue_add_rms_norm, "pppfpnni")
         self._silu_mul = _bind(locked.segue_silu_mul, "ppnni")
@@ -285,6 +288,36 @@ class Kernels:
             _threads(),
         )
         return out
+
+    def place(
+        self, kv: Tensor, data: memoryview, blocks: Sequence[int], start: int, stop: int, first: int, last: int
+    ) -> None:
+        """Writes tokens `first … last-1` of `data`, the KV of tokens `start … stop-1` [layers, 2, heads, tokens, D], into
+        `kv` [layers, 2, blocks, heads, block_size, D], token t into blocks[t // block_size]. In the calling thread."""
+        layers, two, num_blocks, heads, size, dim = kv.shape
+        row, count = dim * kv.itemsize, -(-last // size)
+        if not kv.is_contiguous() or kv.data_ptr() % 16 or row % 16:
+            raise ValueError(f"kv must be contiguous, with rows of a multiple of 16 bytes, not {list(kv.shape)}")
+        if len(data) != layers * two * heads * (stop - start) * row or not start <= first <= last <= stop:
+            raise ValueError(f"{len(data)} bytes are not the KV of tokens {start} to {stop} with {first} to {last}")
+        ids = np.array(blocks[:count], np.int32)
+        if len(ids) < count or (count and not 0 <= ids.min() <= ids.max() < num_blocks):
+            raise ValueError(f"{count} blocks below {num_blocks} are needed")
+        source = np.frombuffer(data, np.uint8)
+        self._place(
+            source.ctypes.data,
+            kv.data_ptr(),
+            ids.ctypes.data,
+            layers * two,
+            heads,
+            num_blocks,
+            size,
+            row,
+            stop - start,
+            start,
+            first,
+            last,
+        )
 
 
 def _bind(function: ctypes._NamedFuncPointer, signature: str) -> ctypes._NamedFuncPointer:
