@@ -51,13 +51,15 @@ class Environment:
 
     cache_dir: Path
     compiler: str | None
+    api_keys: tuple[str, ...] = ()
 
     @classmethod
     def read(cls) -> Environment:
         home = os.environ.get("SEGUE_CACHE") or os.path.join(
             os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "segue"
         )
-        return cls(cache_dir=Path(home), compiler=os.environ.get("CXX") or None)
+        keys = tuple(key for key in os.environ.get("SEGUE_API_KEYS", "").replace(",", " ").split() if key)
+        return cls(cache_dir=Path(home), compiler=os.environ.get("CXX") or None, api_keys=keys)
 
 
 def available_memory_bytes() -> float:

@@ -7,9 +7,9 @@ import sys
 
 from segue import __version__
 from segue.base.errors import SegueError
-from segue.cli import chat, demo, generate, models, state
+from segue.cli import chat, demo, generate, models, serve, state
 
-COMMANDS = {"generate": generate, "chat": chat, "state": state, "models": models, "demo": demo}
+COMMANDS = {"serve": serve, "generate": generate, "chat": chat, "state": state, "models": models, "demo": demo}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,11 +16,12 @@ _ENGINE_OPTIONS = (
 )  # fmt: skip
 
 
-def add_engine_options(command: argparse.ArgumentParser) -> None:
+def add_engine_options(command: argparse.ArgumentParser, *, model: bool = True) -> None:
     group = command.add_argument_group("engine")
-    group.add_argument(
-        "--model", default="smollm2", help="a name from `segue models`, a Hugging Face folder or a .gguf file"
-    )
+    if model:
+        group.add_argument(
+            "--model", default="smollm2", help="a name from `segue models`, a Hugging Face folder or a .gguf file"
+        )
     group.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     group.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
     group.add_argument("--quantize", choices=["int8"], help="8-bit weights, on CPU")
@@ -64,12 +65,16 @@ def sampling_params(arguments: argparse.Namespace, **more: Any) -> SamplingParam
     )
 
 
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in _ENGINE_OPTIONS}
+
+
 def open_engine(arguments: argparse.Namespace) -> Engine:
     """Load the model, with a progress bar where something is fetched; what was chosen goes to standard error."""
     from segue.cli.progress import FetchProgress
     from segue.model.engine import Engine
 
-    options = {name: getattr(arguments, name) for name in _ENGINE_OPTIONS}
+    options = engine_options(arguments)
     with FetchProgress(f"Fetching {arguments.model}") as progress:
         engine = Engine(arguments.model, progress=progress, **options)
     print(f"{engine.model.name}: {engine.backend_note}\n{engine.budget}", file=sys.stderr)

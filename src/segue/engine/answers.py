@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from segue.base.clock import Clock
 from segue.base.errors import SegueError
-from segue.base.types import FinishReason, SamplingParams
+from segue.base.types import FinishReason
 from segue.engine.executor import TokenLogprobs
 from segue.engine.handoff import Export
 from segue.engine.outputs import Completion, Delta, Result
@@ -54,7 +54,7 @@ class Answers:
         """With `before`, the output that the turn brings is in the result from the start, and its text goes on from it."""
         completions = [Completion(index) for index in range(turn.params.n)]
         result = Result(turn.id, turn.prompt, turn.num_prompt, completions, turn.arrived_at)
-        active = Active(turn, result, [self._text(turn.params) for _ in completions], turn.params.n)
+        active = Active(turn, result, [self._text(turn) for _ in completions], turn.params.n)
         if before is not None:
             first, text = completions[0], active.texts[0]
             first.token_ids += turn.prompt[turn.num_prompt :]
@@ -107,8 +107,10 @@ class Answers:
             if not active.unfinished:
                 self.retire(active)
 
-    def _text(self, params: SamplingParams) -> AnswerText | None:
-        if self._tokenizer is None:
+    def _text(self, turn: Turn) -> AnswerText | None:
+        """None where nobody needs it; a stop string is found in the text, so there it is needed."""
+        params = turn.params
+        if self._tokenizer is None or not (turn.detokenize or params.stop):
             return None
         return AnswerText(self._tokenizer.answer_stream(), params.stop, params.include_stop, params.min_tokens)
 

@@ -24,7 +24,7 @@ from segue.engine.stream import Mailbox, Stream
 from segue.engine.text import Tokenizer
 from segue.engine.turns import TurnMaker, answer_names
 from segue.kv import KVManager
-from segue.policies import FirstComeFirstServed, Policy
+from segue.policies import Policy, Priority
 from segue.state import Progress, State
 
 
@@ -52,7 +52,7 @@ class EngineLoop:
         self._clock = clock or SystemClock()
         self.kv.leases.default_quota = config.lease_quota
         self._answers = Answers(tokenizer, self._clock)
-        self._scheduler = Scheduler(config, self.kv, policy or FirstComeFirstServed(), self._clock)
+        self._scheduler = Scheduler(config, self.kv, policy or Priority(), self._clock)
         self._desk = StateDesk(
             self._scheduler,
             executor,

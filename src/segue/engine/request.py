@@ -24,7 +24,8 @@ class Request:
     `at="now"`, forks it where it stands. With `consume` it takes the parent's memory over, so that nothing is copied.
     `hold` keeps the answer's KV when it ends: for so many seconds, or with True until it is released. `value` is what losing
     a held block would cost, to compare holds with: the least valuable gives way first. `request_id` must be free in the whole
-    engine: whoever lets tenants choose ids puts something of the tenant's before them.
+    engine: whoever lets tenants choose ids puts something of the tenant's before them. `priority` is for the policy: by
+    default the smallest runs first. Without `detokenize`, deltas have token ids and no text, unless a stop string is sought.
     """
 
     prompt: Prompt | None = None
@@ -39,6 +40,8 @@ class Request:
     job_id: str | None = None
     hold: bool | float = False
     value: float = 0.0
+    priority: int = 0
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
@@ -49,6 +52,10 @@ class Request:
             if not isinstance(getattr(self, name), str):
                 raise InvalidRequest(name, f"must be a string, not {type(getattr(self, name)).__name__}")
         check_terms(self.hold, self.value)
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise InvalidRequest("priority", f"must be a whole number, got {self.priority!r}")
+        if not isinstance(self.detokenize, bool):
+            raise InvalidRequest("detokenize", f"must be True or False, got {self.detokenize!r}")
         self._check_parent()
 
     def _check_parent(self) -> None:

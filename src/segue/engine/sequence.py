@@ -79,6 +79,8 @@ class Turn:
     parent: State | None = None
     num_shared: int = 0
     consume: bool = False
+    priority: int = 0
+    detokenize: bool = True
     num_output: int = 0  # tokens at the end of `prompt` that are output, when the turn starts here
     sequences: list[Sequence] = field(default_factory=list)
     heirs: list[Heir] = field(default_factory=list)
@@ -183,6 +185,7 @@ class Sequence:
             len(self.tokens),
             self.num_computed,
             self.num_preemptions,
+            turn.priority,
         )
 
 

@@ -208,6 +208,8 @@ class TurnMaker:
             request.job_id,
             as_hold(request.hold, request.value),
             consume=request.consume,
+            priority=request.priority,
+            detokenize=request.detokenize,
         )
 
 

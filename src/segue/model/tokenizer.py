@@ -46,9 +46,9 @@ class Tokenizer(ABC):
         """A new stream, or one that goes on from `state`."""
         return TextStream(self, skip_special, state)
 
-    def answer_stream(self) -> TextStream:
+    def answer_stream(self, skip_special: bool = True) -> TextStream:
         """For text that follows a prompt: its first space is the model's own, and stays."""
-        return TextStream(self, state=StreamState(started=True))
+        return TextStream(self, skip_special, StreamState(started=True))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         stream = self.stream(skip_special)

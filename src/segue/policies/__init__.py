@@ -2,5 +2,6 @@
 
 from segue.policies.fcfs import FirstComeFirstServed
 from segue.policies.policy import Policy, TurnView
+from segue.policies.priority import Priority
 
-__all__ = ["FirstComeFirstServed", "Policy", "TurnView"]
+__all__ = ["FirstComeFirstServed", "Policy", "Priority", "TurnView"]

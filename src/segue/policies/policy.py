@@ -17,6 +17,7 @@ class TurnView:
     num_tokens: int
     num_computed: int
     num_preemptions: int
+    priority: int = 0
 
 
 class Policy(Protocol):

@@ -1,0 +1,17 @@
+"""By the priority that callers give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from segue.policies.policy import TurnView
+
+
+class Priority:
+    """The smallest number runs first; among equals, whoever came first. The last of these yields first."""
+
+    def order(self, turn: TurnView, now: float) -> tuple[Any, ...]:
+        return (turn.priority, turn.arrived_at, turn.id)
+
+    def victim(self, turn: TurnView, now: float) -> tuple[Any, ...]:
+        return (turn.priority, turn.arrived_at, turn.id)

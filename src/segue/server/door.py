@@ -1,0 +1,121 @@
+"""What every request passes before a route sees it: the key, the size and the speed of its body, and the log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers
+
+from segue.base.errors import SegueError
+from segue.server.failures import error_json, failure
+from segue.server.service import Limits, new_id
+from segue.server.sse import JsonResponse
+from segue.server.tenants import Tenants
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+_OPEN_PATHS = ("/health", "/version", "/metrics", "/docs", "/openapi.json")
+_log = logging.getLogger("segue.access")
+
+
+class _TooLarge(Exception):
+    pass
+
+
+class _TooSlow(Exception):
+    pass
+
+
+class Door:
+    """A plain ASGI middleware: Starlette's own kind would come between a stream and its client."""
+
+    def __init__(self, app: Any, tenants: Tenants, limits: Limits) -> None:
+        self._app = app
+        self._tenants = tenants
+        self._limits = limits
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        passage = _Passage(scope, receive, send, self._limits)
+        headers = Headers(scope=scope)
+        try:
+            if scope["path"] not in _OPEN_PATHS:
+                scope.setdefault("state", {})["gate"] = self._tenants.gate(headers.get("authorization"))
+            length = headers.get("content-length", "0")
+            if length.isascii() and length.isdigit() and int(length[:20]) > self._limits.max_body_bytes:
+                raise _TooLarge
+            await self._app(scope, passage.receive, passage.send)
+        except SegueError as error:  # the key: what routes raise is answered further in
+            extra = {"www-authenticate": "Bearer"} if error.status == 401 else {}
+            await passage.refuse(error.status, error_json(error), extra)
+        except _TooLarge:
+            await passage.refuse(413, failure(413, f"a body has at most {self._limits.max_body_bytes} bytes"))
+        except _TooSlow:
+            await passage.refuse(408, failure(408, f"the body did not come within {self._limits.body_seconds:g} s"))
+        finally:
+            passage.log()
+
+
+class _Passage:
+    """One request on its way through."""
+
+    def __init__(self, scope: Any, receive: Receive, send: Send, limits: Limits) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._limits = limits
+        self._began = time.monotonic()
+        self._num_bytes = 0
+        self._whole = False
+        self._status: int | None = None
+        self._request_id = new_id("http")
+
+    async def receive(self) -> Message:
+        if self._whole:
+            return await self._receive()
+        left = self._began + self._limits.body_seconds - time.monotonic()
+        try:
+            message = await asyncio.wait_for(self._receive(), max(left, 0.0))
+        except TimeoutError:
+            raise _TooSlow from None
+        self._num_bytes += len(message.get("body", b""))
+        self._whole = not message.get("more_body", False)
+        if self._num_bytes > self._limits.max_body_bytes:
+            raise _TooLarge
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            headers = dict(message.get("headers", ()))
+            self._request_id = headers.get(b"x-request-id", self._request_id.encode()).decode("latin-1")
+            if b"x-request-id" not in headers:
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id.encode())]
+        await self._send(message)
+
+    async def refuse(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
+        """If nothing was answered yet. The rest of the body is not read: the connection ends."""
+        if self._status is None:
+            response = JsonResponse(content, status, {"connection": "close"} | (headers or {}))
+            await response(self._scope, self._receive, self.send)
+
+    def log(self) -> None:
+        if _log.isEnabledFor(logging.INFO):
+            gate = self._scope.get("state", {}).get("gate")
+            entry = {
+                "request_id": self._request_id,
+                "tenant": gate.tenant.name if gate is not None else None,
+                "method": self._scope["method"],
+                "path": self._scope["path"][:200],
+                "status": self._status,
+                "seconds": round(time.monotonic() - self._began, 4),
+            }
+            _log.info(json.dumps(entry))

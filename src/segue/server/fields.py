@@ -1,0 +1,253 @@
+"""The bodies of requests. Every field here works; one that is not here, or has a value we cannot honour, is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from segue.base.errors import InvalidRequest
+from segue.base.types import SamplingParams
+
+TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+Stop = str | Annotated[list[str], Field(max_length=64)] | None
+MAX_PROMPTS = 256
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StateFields(Body):
+    """What Segue adds to any request that generates. People also post these inside a literal `extra_body` object."""
+
+    continuation_of: str | None = Field(None, description="id of the state or request to go on from")
+    continuation_suffix: str | None = Field(None, description="text that follows it")
+    continuation_token_ids: TokenIds | None = Field(None, description="the same as token ids")
+    fork_at: int | Literal["now"] | None = Field(None, description="keep only so many of the parent's tokens")
+    job_id: str | None = Field(None, min_length=1, max_length=256, description="the job this turn belongs to")
+    is_last_step: bool = Field(False, description="after this turn nothing of the job is held")
+    hold_seconds: float | None = Field(None, ge=0, le=1e9, description="keep the answer's KV for so long")
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="the smallest runs first")
+    cache_salt: str = Field("", max_length=256, description="KV is shared only with the same salt")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unpack_extra_body(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("extra_body"), dict):
+            return data
+        extra = data["extra_body"]
+        if twice := sorted(str(name) for name in extra if name in data):
+            raise ValueError(f"{', '.join(twice)}: given both in extra_body and beside it")
+        return {name: value for name, value in data.items() if name != "extra_body"} | extra
+
+    @model_validator(mode="after")
+    def _check_state_fields(self) -> StateFields:
+        if self.continuation_of is None:
+            for name in ("continuation_suffix", "continuation_token_ids", "fork_at"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: is for a continuation: give continuation_of")
+        if self.continuation_suffix is not None and self.continuation_token_ids is not None:
+            raise ValueError("continuation_suffix: give it or continuation_token_ids, not both")
+        if self.is_last_step and self.job_id is None:
+            raise ValueError("is_last_step: ends a job: give job_id")
+        if self.is_last_step and self.hold_seconds:
+            raise ValueError("hold_seconds: nothing is held after the last step of a job")
+        return self
+
+    @property
+    def has_suffix(self) -> bool:
+        return self.continuation_suffix is not None or self.continuation_token_ids is not None
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class GenerationFields(StateFields):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=2**31)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    n: int = Field(1, ge=1, le=128)
+    stop: Stop = None
+    stop_token_ids: TokenIds = Field(default_factory=list, max_length=64)
+    include_stop_str_in_output: bool = False
+    min_tokens: int = Field(0, ge=0, lt=2**31)
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="who it is for; appears in the log", max_length=256)
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: Stop) -> Stop:
+        if stop == "" or (isinstance(stop, list) and "" in stop):
+            raise ValueError("a stop string must not be empty")
+        return stop
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> GenerationFields:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: is for streams: set stream")
+        return self
+
+    def params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        bias = {}
+        for token, value in (self.logit_bias or {}).items():
+            if not token.isascii() or not token.isdigit() or len(token) > 9:
+                raise InvalidRequest("logit_bias", f"{token!r:.40} is not a token id")
+            bias[int(token)] = value
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=bias,
+            seed=self.seed,
+            n=self.n,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            include_stop=self.include_stop_str_in_output,
+            logprobs=logprobs,
+        )
+
+
+class CompletionBody(GenerationFields):
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | None
+    ) = None
+    max_tokens: int | None = Field(16, ge=1, lt=2**31)
+    logprobs: int | None = Field(None, ge=0, le=100)
+    echo: bool = False
+    best_of: int | None = Field(None, ge=1, le=128)
+    suffix: Literal[None] = Field(None, description="text after the completion; not supported")
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> CompletionBody:
+        if self.continuation_of is None and self.prompt in (None, ""):
+            raise ValueError("prompt: is missing: give a prompt, or continuation_of")
+        if self.continuation_of is not None and self.prompt is not None:
+            raise ValueError("prompt: what follows a parent is continuation_suffix or continuation_token_ids")
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of: answers are not ranked here: leave it out, or equal to n")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo: log-probabilities of a prompt are not computed: leave out echo or logprobs")
+        return self
+
+
+class FunctionDefinition(BaseModel):
+    """Goes to the chat template as it is."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    name: str = Field(min_length=1, max_length=256)
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class ResponseFormat(Body):
+    type: Literal["text"]
+
+
+class Message(BaseModel):
+    """Goes to the chat template; fields that templates know are checked, others pass."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(GenerationFields):
+    messages: list[Message] | None = Field(None, min_length=1)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = Field(None, max_length=512)
+    tool_choice: Literal["none", "auto"] | None = Field(
+        None, description="calls are not forced here, so 'required' and a named function are refused"
+    )
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
+
+    @model_validator(mode="after")
+    def _check_messages(self) -> ChatBody:
+        if self.continuation_of is None and self.messages is None:
+            raise ValueError("messages: is missing: give messages, or continuation_of")
+        if self.messages is not None and self.has_suffix:
+            raise ValueError("messages: give new messages or a suffix to follow the parent, not both")
+        if self.messages is not None and self.fork_at is not None:
+            raise ValueError("fork_at: goes with continuation_suffix or continuation_token_ids, not with messages")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("max_tokens: differs from max_completion_tokens, which is its new name")
+        return self
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _check_input(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: give a prompt or messages, one of them")
+        return self
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: TokenIds
+
+
+class ForkBody(Body):
+    at: int | Literal["now"] | None = Field(None, description="how many tokens to keep (default: all)")
+    hold_seconds: float | None = Field(None, ge=0, le=1e9, description="None: until it is released")
+    cache_salt: str = Field("", max_length=256)
+
+
+class HoldBody(Body):
+    seconds: float | None = Field(None, ge=0, le=1e9, description="None: until it is released")
+    cache_salt: str = Field("", max_length=256)
+
+
+class SaltBody(Body):
+    cache_salt: str = Field("", max_length=256)
+
+
+class SaveBody(SaltBody):
+    name: str | None = Field(None, description="letters, digits, '-', '_' and '.' (default: the state's id)")
+
+
+class LoadBody(SaltBody):
+    name: str
+    hold_seconds: float | None = Field(None, ge=0, le=1e9, description="None: until it is released")

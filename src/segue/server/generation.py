@@ -1,0 +1,176 @@
+"""One HTTP request that generates: its calls to the engine, and their parts as text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from segue.base.types import FinishReason
+from segue.model.tokenizer import TextStream, Tokenizer
+from segue.server.messages import Part, StateInfo
+from segue.server.metrics import Metrics
+from segue.server.remote_engine import Answering, Call
+
+Logprob = tuple[int, float, list[tuple[int, float]]]  # token, its log-probability, the most likely tokens with theirs
+
+
+class Piece(NamedTuple):
+    """What was added to one choice. `finish` comes with its last piece."""
+
+    choice: int
+    text: str
+    tokens: list[int]
+    logprobs: list[Logprob]
+    finish: str | None = None
+    state: StateInfo | None = None
+    reuse: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+
+@dataclass(slots=True)
+class Usage:
+    """Over all calls of a request; a prompt counts once, however many answers it has."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    inherited_tokens: int = 0
+    recomputed_tokens: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.inherited_tokens},
+        }
+
+
+@dataclass(slots=True)
+class _Choice:
+    """`stream` is None where the engine made the text, because it looked for stop strings in it."""
+
+    stream: TextStream | None
+    hide_stop: bool
+    tokens: list[int] = field(default_factory=list)
+
+    def text_of(self, part: Part) -> str:
+        if self.stream is None:
+            return part.text
+        tokens = part.tokens
+        if part.finish == FinishReason.STOP and self.hide_stop:
+            tokens = tokens[:-1]  # a token that ends an answer by being itself is not part of its text
+        text = self.stream.push(tokens)
+        return text + self.stream.flush() if part.finish is not None else text
+
+
+class Generation:
+    """Runs calls and gives their answers piece by piece. However it ends, `close` frees everything; a second time it does
+    nothing."""
+
+    def __init__(
+        self, calls: Sequence[Call], tokenizer: Tokenizer, metrics: Metrics, tenant: str, *, show_special: bool = False
+    ) -> None:
+        """`show_special`: the text has special tokens in it, because some models write tool calls with them."""
+        self.calls = calls
+        self.usage = Usage()
+        self.states: dict[int, StateInfo] = {}
+        self._metrics = metrics
+        self._tenant = tenant
+        self._offsets: dict[str, int] = {}
+        self._choices: list[_Choice] = []
+        for call in calls:
+            self._offsets[call.request_id] = len(self._choices)
+            for _ in range(call.params.n):
+                stream = None if call.params.stop else tokenizer.answer_stream(skip_special=not show_special)
+                self._choices.append(_Choice(stream, not call.params.include_stop))
+        self._closing = ExitStack()
+        self._answering: Answering | None = None
+        self._began = time.monotonic()
+        self._last_token_at: float | None = None
+        self._first: list[Part] = []
+        self._finished = False
+
+    async def start(self, submit: Callable[[Sequence[Call]], Answering], resources: ExitStack) -> None:
+        """Returns when the first part is there, so that a refusal can still become a status."""
+        self._closing = resources
+        try:
+            self._answering = submit(self.calls)
+            self._first = await self._answering.next()
+        except BaseException:
+            self.close()
+            raise
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """As they come, those that came together together."""
+        assert self._answering is not None
+        try:
+            parts = self._first
+            while parts:
+                self._note_times(parts)
+                yield [self._piece(part) for part in parts]
+                parts = await self._answering.next()
+            self._finished = True
+        finally:
+            self.close()
+
+    def output(self, choice: int) -> list[int]:
+        """The tokens of a choice so far."""
+        return self._choices[choice].tokens
+
+    def close(self) -> None:
+        if self._answering is not None:
+            self._answering.close()
+            self._answering = None
+            outcome = "finished" if self._finished else "aborted"
+            self._metrics.request_ended(self._tenant, outcome, time.monotonic() - self._began, self.usage)
+        self._closing.close()
+
+    def _piece(self, part: Part) -> Piece:
+        number = self._offsets[part.request_id] + part.index
+        choice = self._choices[number]
+        text = choice.text_of(part)
+        choice.tokens += part.tokens
+        self.usage.completion_tokens += len(part.tokens)
+        logprobs = [(token, chosen, top) for token, (chosen, _, top) in zip(part.tokens, part.logprobs, strict=False)]
+        if part.finish is None:
+            return Piece(number, text, part.tokens, logprobs)
+        if part.index == 0:
+            held, cached, recomputed, new = part.reuse
+            self.usage.prompt_tokens += held + cached + recomputed + new
+            self.usage.inherited_tokens += held + cached
+            self.usage.recomputed_tokens += recomputed
+        if part.state is not None:
+            self.states[number] = part.state
+        return Piece(number, text, part.tokens, logprobs, part.finish, part.state, part.reuse)
+
+    def _note_times(self, parts: Sequence[Part]) -> None:
+        now = time.monotonic()
+        if self._last_token_at is None:
+            self._metrics.first_token(now - self._began)
+        else:
+            self._metrics.inter_token((now - self._last_token_at) * len(self._choices) / len(parts), len(parts))
+        self._last_token_at = now
+
+
+def state_json(piece: Piece) -> dict[str, Any] | None:
+    """What every finished choice says about the state it left, and where its prompt's KV came from."""
+    if piece.state is None:
+        return None
+    held, cached, recomputed, new = piece.reuse
+    return info_json(piece.state) | {
+        "inherited_tokens": held + cached,
+        "recomputed_tokens": recomputed,
+        "new_tokens": new,
+    }
+
+
+def info_json(info: StateInfo) -> dict[str, Any]:
+    return {
+        "id": info.id,
+        "num_tokens": info.num_tokens,
+        "num_held": info.num_held,
+        "expires_in": info.expires_in,
+        "job_id": info.job_id,
+    }

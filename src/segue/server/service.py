@@ -1,0 +1,179 @@
+"""What the routes share: the model's text side, the engine, the tenants, and the conversations that can be gone on with."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from segue.base.errors import InvalidRequest, UnknownModel
+from segue.model.loading import LoadedModel
+from segue.server.fields import StateFields
+from segue.server.generation import Generation
+from segue.server.metrics import Metrics
+from segue.server.remote_engine import Call, RemoteEngine
+from segue.server.tenants import Gate, Tenants, TooMany
+from segue.state.store import StateStore
+
+_LONG_TEXT = 20_000  # characters that are worth a thread of their own to tokenise
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Beyond these a request is refused at the door."""
+
+    max_requests: int = 1024  # sequences running and waiting, over all tenants
+    max_body_bytes: int = 32 << 20
+    body_seconds: float = 30.0  # for a request to arrive whole
+    drain_seconds: float = 30.0  # for what runs to finish after SIGTERM
+    max_conversations: int = 1024
+    max_conversation_bytes: int = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a chat answer was an answer to, and the tokens it left: enough for the next turn to send only what is new."""
+
+    salt: str
+    messages: list[Mapping[str, Any]]
+    tokens: array[int]
+    size_bytes: int
+
+
+class Conversations:
+    """By the id of the state; the least recently used are given up first. They cost a later request time, not its answer."""
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._kept: OrderedDict[str, Conversation] = OrderedDict()
+        self._most, self._most_bytes = most, most_bytes
+        self._size_bytes = 0
+
+    def add(self, state_id: str, salt: str, messages: list[Mapping[str, Any]], tokens: array[int]) -> None:
+        size = len(tokens) * tokens.itemsize + sum(len(repr(message)) for message in messages)
+        self.remove(state_id)
+        self._kept[state_id] = Conversation(salt, messages, tokens, size)
+        self._size_bytes += size
+        while len(self._kept) > self._most or (self._size_bytes > self._most_bytes and len(self._kept) > 1):
+            self.remove(next(iter(self._kept)))
+
+    def get(self, state_id: str, salt: str) -> Conversation | None:
+        found = self._kept.get(state_id)
+        if found is None or found.salt != salt:
+            return None
+        self._kept.move_to_end(state_id)
+        return found
+
+    def remove(self, state_id: str) -> None:
+        gone = self._kept.pop(state_id, None)
+        if gone is not None:
+            self._size_bytes -= gone.size_bytes
+
+
+class Service:
+    def __init__(
+        self,
+        model: LoadedModel,
+        engine: RemoteEngine,
+        tenants: Tenants,
+        metrics: Metrics,
+        *,
+        limits: Limits | None = None,
+        served_name: str | None = None,
+        state_dir: Path | None = None,
+    ) -> None:
+        self.model = model
+        self.name = served_name or model.name
+        self.engine = engine
+        self.tenants = tenants
+        self.metrics = metrics
+        self.limits = limits or Limits()
+        self.state_dir = state_dir
+        self.conversations = Conversations(self.limits.max_conversations, self.limits.max_conversation_bytes)
+        self.num_sequences = 0
+        self.draining = False
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise UnknownModel(f"the model {name!r:.100} does not exist here: {self.name!r} does")
+
+    async def run(self, gate: Gate, calls: Sequence[Call], *, show_special: bool = False) -> Generation:
+        """Begin to generate; returns once there is a first token, or raises what refused it."""
+        resources = ExitStack()
+        try:
+            count = sum(call.params.n for call in calls)
+            if self.draining:
+                raise TooMany("the server is shutting down", 5, status=503)
+            if self.num_sequences + count > self.limits.max_requests:
+                raise TooMany(
+                    f"{self.num_sequences} of at most {self.limits.max_requests} are under way", 1, status=503
+                )
+            resources.enter_context(gate.entry(len(calls)))
+            self.num_sequences += count
+            resources.callback(self._leave, count)
+            tokenizer, tenant = self.model.tokenizer, gate.tenant.name
+            generation = Generation(calls, tokenizer, self.metrics, tenant, show_special=show_special)
+        except BaseException:
+            resources.close()
+            raise
+        await generation.start(self.engine.submit, resources)
+        return generation
+
+    def _leave(self, count: int) -> None:
+        self.num_sequences -= count
+
+    def call(
+        self, gate: Gate, fields: StateFields, request_id: str, tokens: list[int] | array[int], **more: Any
+    ) -> Call:
+        return Call(
+            request_id,
+            tokens,
+            salt=gate.tenant.salt(fields.cache_salt),
+            job_id=fields.job_id,
+            hold=fields.hold_seconds or False,
+            priority=fields.priority,
+            is_last_step=fields.is_last_step,
+            **more,
+        )
+
+    async def suffix_tokens(self, fields: StateFields) -> list[int]:
+        if fields.continuation_token_ids is not None:
+            return fields.continuation_token_ids
+        return await self.encode(fields.continuation_suffix or "", add_special=False)
+
+    async def encode(self, text: str, *, add_special: bool) -> list[int]:
+        if not text:
+            return []
+        if len(text) < _LONG_TEXT:
+            return self.model.tokenizer.encode(text, add_special)
+        return await asyncio.to_thread(self.model.tokenizer.encode, text, add_special)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> list[int]:
+        for name in options:
+            if name in ("messages", "tools", "add_generation_prompt", "self"):
+                raise InvalidRequest("chat_template_kwargs", f"{name} is not an option of the template")
+        text = self.model.chat_template.render(messages, tools=tools, **options)
+        return await self.encode(text, add_special=False)
+
+    def token_text(self, token: int) -> str:
+        return self.model.tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+    def store(self, gate: Gate) -> StateStore:
+        """A tenant's saved states; a folder of its own, since names are its own."""
+        if self.state_dir is None:
+            raise InvalidRequest("name", "this server saves no states: start it with --state-dir")
+        return StateStore(self.state_dir / (f"tenant-{gate.tenant.name.encode().hex()}" if gate.tenant.name else "all"))
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}-{secrets.token_hex(12)}"

@@ -1,0 +1,358 @@
+"""The engine's process: one thread that steps, hears what is asked between steps, and tells what came of it.
+
+python -m segue.server.worker FD        FD is a socket to the process that serves HTTP; with it, this one ends
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from segue.base.errors import SegueError
+from segue.base.types import SamplingParams
+from segue.engine import Delta, EngineCore, Request
+from segue.kv import KVEvent, Revoked
+from segue.server.messages import (
+    Abort,
+    Ask,
+    Deltas,
+    Failed,
+    Frames,
+    FromEngine,
+    Part,
+    Ready,
+    Refused,
+    Reply,
+    Start,
+    StateInfo,
+    Submit,
+    ToEngine,
+    as_tokens,
+    frame,
+    problem_of,
+)
+from segue.state import State
+from segue.state.store import SavedState
+from segue.state.store import save as save_snapshot
+
+_log = logging.getLogger(__name__)
+_RECEIVE_BYTES = 1 << 18
+_LONGEST_SLEEP = 60.0
+_MOST_BEHIND = 64 << 20  # bytes not yet sent: past this the engine waits for its reader
+T = TypeVar("T")
+
+
+class EngineProcess:
+    """Everything happens on one thread but the files of `save` and `load`, whose chunks take their turn between steps."""
+
+    def __init__(self, engine: EngineCore, sock: socket.socket) -> None:
+        self._engine = engine
+        self._sock = sock
+        self._frames = Frames(ToEngine)
+        self._out: deque[memoryview] = deque()
+        self._behind = 0
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._last_steps: dict[str, tuple[str, str]] = {}  # by request: salt and job, released when it ends
+        self._wake_out, self._wake_in = socket.socketpair()
+        for end in (sock, self._wake_out, self._wake_in):
+            end.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._selector.register(self._wake_out, selectors.EVENT_READ)
+        self._open = True
+        self._num_revoked = 0
+        engine.kv.observe(self._observe)
+        self._verbs: dict[str, Callable[..., Any]] = {
+            "stats": self._stats,
+            "states": self._states,
+            "state": self._state,
+            "fork": self._fork,
+            "hold": self._hold,
+            "release": self._release,
+            "tokens": self._tokens,
+            "quota": self._engine.set_lease_quota,
+            "forget": self._engine.forget,
+            "check": self._engine.check,
+        }
+        self._slow_verbs: dict[str, Callable[..., Any]] = {"save": self._save, "load": self._load}
+
+    def run(self) -> None:
+        while self._open:
+            self._hear(0.0 if self._has_work() else self._sleep_seconds())
+            while self._tasks:
+                self._tasks.popleft()()
+            if self._engine.has_work and self._behind < _MOST_BEHIND:
+                self._tell(self._engine.step())
+            self._flush()
+
+    def _has_work(self) -> bool:
+        return bool(self._tasks or (self._engine.has_work and self._behind < _MOST_BEHIND))
+
+    def _sleep_seconds(self) -> float:
+        upcoming = self._engine.expire()
+        return _LONGEST_SLEEP if upcoming is None else min(upcoming, _LONGEST_SLEEP)
+
+    # The socket
+
+    def _hear(self, timeout: float) -> None:
+        for key, events in self._selector.select(timeout):
+            if key.fileobj is self._wake_out:
+                with suppress(BlockingIOError):
+                    self._wake_out.recv(4096)
+            elif events & selectors.EVENT_READ:
+                self._receive()
+
+    def _receive(self) -> None:
+        try:
+            data = self._sock.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if not data:
+            self._open = False
+        for message in self._frames.push(data):
+            self._carry_out(message)
+
+    def _send(self, message: FromEngine) -> None:
+        data = frame(message)
+        self._out.append(memoryview(data))
+        self._behind += len(data)
+
+    def _flush(self) -> None:
+        try:
+            while self._out:
+                sent = self._sock.send(self._out[0])
+                self._behind -= sent
+                rest = self._out.popleft()[sent:]
+                if rest:
+                    self._out.appendleft(rest)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._open = False
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
+        self._selector.modify(self._sock, wanted)
+
+    # What is asked
+
+    def _carry_out(self, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            try:
+                self._submit(message)
+            except SegueError as error:
+                self._send(Refused(message.request_id, problem_of(error)))
+        elif isinstance(message, Abort):
+            self._last_steps.pop(message.request_id, None)
+            self._engine.abort(message.request_id)
+        elif isinstance(message, Ask):
+            self._answer(message)
+
+    def _submit(self, message: Submit) -> None:
+        tokens = as_tokens(message.tokens)
+        content: dict[str, Any] = {"prompt": tokens}
+        if message.parent is not None:
+            content = {"parent": message.parent, "suffix": tokens, "at": message.at}
+        self._engine.submit(
+            Request(
+                params=SamplingParams(**message.params),
+                request_id=message.request_id,
+                salt=message.salt,
+                job_id=message.job_id,
+                hold=message.hold,
+                priority=message.priority,
+                detokenize=False,
+                **content,
+            )
+        )
+        if message.is_last_step and message.job_id is not None:
+            self._last_steps[message.request_id] = message.salt, message.job_id
+
+    def _answer(self, ask: Ask) -> None:
+        if ask.verb in self._slow_verbs:
+            work = self._slow_verbs[ask.verb]
+            threading.Thread(target=lambda: self._beside(ask, work), name=f"segue-{ask.verb}", daemon=True).start()
+            return
+        self._send(_outcome(ask, self._verbs[ask.verb]))
+
+    def _tell(self, deltas: list[Delta]) -> None:
+        parts = [self._part(delta) for delta in deltas]
+        if parts:
+            self._send(Deltas(parts))
+        for delta in deltas:
+            if delta.finish_reason is not None and not self._engine.is_active(delta.request_id):
+                last_step = self._last_steps.pop(delta.request_id, None)
+                if last_step is not None:
+                    self._end_job(*last_step)
+
+    def _part(self, delta: Delta) -> Part:
+        logprobs = [(entry.chosen, entry.rank, list(entry.top)) for entry in delta.logprobs]
+        if delta.finish_reason is None:
+            return Part(delta.request_id, delta.index, list(delta.token_ids), delta.text, logprobs)
+        reuse = delta.reuse
+        return Part(
+            delta.request_id,
+            delta.index,
+            list(delta.token_ids),
+            delta.text,
+            logprobs,
+            delta.finish_reason.value,
+            (reuse.held, reuse.cached, reuse.recomputed, reuse.new) if reuse is not None else (0, 0, 0, 0),
+            self._info(delta.state) if delta.state is not None else None,
+            problem_of(delta.error) if delta.error is not None else None,
+        )
+
+    def _end_job(self, salt: str, job_id: str) -> None:
+        for state in self._engine.states(salt=salt):
+            if state.job == job_id:
+                self._engine.release(state)
+
+    # Verbs
+
+    def _stats(self) -> dict[str, Any]:
+        stats = self._engine.stats()
+        counts = {name: getattr(stats, name) for name in stats.__dataclass_fields__}
+        prefilled = stats.prompt_tokens - stats.reused_tokens
+        return counts | {"prefilled_tokens": prefilled, "revoked_blocks": self._num_revoked}
+
+    def _observe(self, event: KVEvent) -> None:
+        if isinstance(event, Revoked):
+            self._num_revoked += event.num_blocks
+
+    def _info(self, state: State) -> StateInfo:
+        expires_at = state.expires_at
+        return StateInfo(
+            state.id,
+            state.num_tokens,
+            state.num_computed,
+            state.num_held,
+            state.job,
+            None if expires_at is None else max(expires_at - self._engine.now(), 0.0),
+            state.progress is not None,
+        )
+
+    def _states(self, salt: str) -> list[StateInfo]:
+        return [self._info(state) for state in self._engine.states(salt=salt)]
+
+    def _state(self, state_id: str, salt: str) -> StateInfo:
+        return self._info(self._engine.state(state_id, salt=salt))
+
+    def _tokens(self, state_id: str, salt: str) -> bytes:
+        return self._engine.state(state_id, salt=salt).tokens.tobytes()
+
+    def _fork(self, state_id: str, salt: str, at: int | str | None, new_id: str, hold: bool | float) -> StateInfo:
+        return self._info(self._engine.fork(state_id, at, state_id=new_id, salt=salt, hold=hold))  # type: ignore[arg-type]
+
+    def _hold(self, state_id: str, salt: str, seconds: float | None) -> StateInfo:
+        return self._info(self._engine.hold(state_id, seconds, salt=salt))
+
+    def _release(self, state_id: str, salt: str) -> StateInfo:
+        state = self._engine.state(state_id, salt=salt)
+        self._engine.release(state)
+        return self._info(state)
+
+    # Files, in threads of their own
+
+    def _beside(self, ask: Ask, work: Callable[..., Any]) -> None:
+        reply = _outcome(ask, work)
+        self._post(lambda: self._send(reply))
+
+    def _save(self, state_id: str, salt: str, path: str, note: dict[str, Any]) -> int:
+        outgoing, done = self._in_turn(lambda: self._engine.begin_save(state_id, salt=salt, note=note))
+        try:
+            return save_snapshot(
+                Path(path), outgoing.snapshot, lambda index, out: self._in_turn(lambda: outgoing.read(index, out))
+            )
+        finally:
+            self._post(done)
+
+    def _load(self, path: str, salt: str, state_id: str | None, hold: bool | float) -> StateInfo:
+        with SavedState.open(Path(path)) as saved:
+            arrival = self._in_turn(
+                lambda: self._engine.begin_load(saved.snapshot, state_id=state_id, salt=salt, hold=hold)
+            )
+            try:
+                saved.take(lambda index, data: self._in_turn(lambda: arrival.write(index, data)))
+                return self._in_turn(lambda: self._info(arrival.commit()))
+            except BaseException:
+                self._post(arrival.abort)
+                raise
+
+    def _in_turn(self, function: Callable[[], T]) -> T:
+        """Run `function` on the engine's thread, between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future.result()
+
+    def _post(self, task: Callable[[], None]) -> None:
+        self._tasks.append(task)
+        with suppress(BlockingIOError):  # full: it will wake anyhow
+            self._wake_in.send(b".")
+
+
+def _outcome(ask: Ask, work: Callable[..., Any]) -> Reply:
+    try:
+        return Reply(ask.number, work(**ask.arguments))
+    except SegueError as error:
+        return Reply(ask.number, problem=problem_of(error))
+    except Exception:
+        _log.exception("%s failed", ask.verb)
+        return Reply(ask.number, problem=problem_of(SegueError(f"{ask.verb} failed in the engine")))
+
+
+def main(descriptor: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the process that serves; it ends this one
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sock = socket.socket(fileno=descriptor)
+    frames = Frames(ToEngine)
+    start: Start | None = None
+    while start is None:
+        data = sock.recv(_RECEIVE_BYTES)
+        if not data:
+            return
+        start = next(frames.push(data), None)
+    try:
+        from segue.model.engine import Engine
+
+        engine = Engine(start.model, **start.options)
+    except SegueError as error:
+        sock.sendall(frame(Failed(problem_of(error))))
+        return
+    config = engine.config
+    ready = Ready(
+        engine.backend_note,
+        str(engine.budget),
+        config.block_size,
+        config.num_blocks,
+        config.max_sequence_len,
+        config.max_running,
+    )
+    sock.sendall(frame(ready))
+    try:
+        EngineProcess(engine, sock).run()
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    main(int(sys.argv[1]))
+    os._exit(0)
