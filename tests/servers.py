@@ -92,7 +92,7 @@ def _parsed(response):
     data = response.read()
     if response.headers.get_content_type() == "application/json":
         return json.loads(data)
-    return data.decode()
+    return data.decode() if response.headers.get_content_maintype() == "text" else data
 
 
 @contextlib.contextmanager

@@ -43,5 +43,5 @@ def test_links_and_file_names_exist(page):
     text = page.read_text()
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert link.startswith("http") or (page.parent / link).exists(), link
-    for name in re.findall(r"`((?:base|kv|state|policies|engine|model|cli)/[\w/]*(?:\.py)?)`", text):
+    for name in re.findall(r"`((?:base|toolcalls|kv|state|policies|engine|model|server|cli)/[\w/]*(?:\.py)?)`", text):
         assert (ROOT / "src/segue" / name).exists(), name

@@ -23,6 +23,11 @@ class Scope:
     adapter: str = ""
     model: str = ""
 
+    @property
+    def tenant(self) -> str:
+        """Whose it is: the salt up to a null character. A tenant may have several salts; quotas count them together."""
+        return self.salt.partition("\0")[0]
+
 
 class FinishReason(StrEnum):
     STOP = "stop"  # eos, a stop token or a stop string

@@ -7,9 +7,18 @@ import sys
 
 from segue import __version__
 from segue.base.errors import SegueError
-from segue.cli import chat, demo, generate, models, serve, state
+from segue.cli import chat, demo, generate, models, remote, serve, state, verify_pins
 
-COMMANDS = {"serve": serve, "generate": generate, "chat": chat, "state": state, "models": models, "demo": demo}
+COMMANDS = {
+    "serve": serve,
+    "generate": generate,
+    "chat": chat,
+    "state": state,
+    "remote": remote,
+    "verify-pins": verify_pins,
+    "models": models,
+    "demo": demo,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

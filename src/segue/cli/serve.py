@@ -32,7 +32,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     group.add_argument("--public", action="store_true", help="listen beyond this machine although there are no keys")
     group.add_argument("--state-dir", type=Path, metavar="FOLDER", help="where saved states go")
     group.add_argument("--max-requests", type=int, metavar="N", help="under way at once (default: 1024)")
+    group.add_argument("--head-seconds", type=float, metavar="S", help="for a request's head to come (default: 10)")
     group.add_argument("--vllm-metrics", action="store_true", help="metrics under vLLM's names as well")
+    group.add_argument("--otlp", metavar="URL", help="send traces to an OpenTelemetry collector (default: no traces)")
     group.add_argument("--quiet", action="store_true", help="no line for each request")
     add_engine_options(command, model=False)
 
@@ -47,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         from segue.server.runner import Server
         from segue.server.service import Limits, Service
         from segue.server.tenants import read_tenants
+        from segue.server.tracing import Traced, otlp_tracer
     except ImportError as error:
         raise InvalidRequest("serve", f"needs the server's packages: pip install 'segue[server]' ({error})") from error
     from segue.model.loading import open_model
@@ -56,9 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
     if tenants.open_to_all and arguments.host not in _LOOPBACK and not arguments.public:
         raise InvalidRequest("host", f"{arguments.host} is open to others: give --keys, or say --public")
     _configure_log(quiet=arguments.quiet)
+    tracer = None if arguments.otlp is None else otlp_tracer(arguments.otlp)
     with FetchProgress(f"Fetching {arguments.model}") as progress:
         model = open_model(arguments.model, environment.cache_dir, progress=progress)
-    limits = Limits() if arguments.max_requests is None else Limits(max_requests=arguments.max_requests)
+    given = {name: getattr(arguments, name) for name in ("max_requests", "head_seconds")}
+    limits = Limits(**{name: value for name, value in given.items() if value is not None})
+    if not limits.head_seconds > 0:
+        raise InvalidRequest("head_seconds", f"must be over 0, got {limits.head_seconds}")
     service = Service(
         model,
         RemoteEngine(arguments.model, engine_options(arguments)),
@@ -69,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
         state_dir=arguments.state_dir,
     )
     app = create_app(service)
+    if tracer is not None:
+        app.add_middleware(Traced, tracer=tracer)
     return Server(
         app, service, arguments.host, arguments.port, lambda port: _greet(service, arguments.host, port)
     ).run()

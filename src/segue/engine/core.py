@@ -81,9 +81,9 @@ class EngineCore(EngineLoop):
         with suppress(ForgottenState):  # it lost its hold when it was given up
             self._desk.release(self._find(state, salt))
 
-    def set_lease_quota(self, salt: str, num_blocks: int | None) -> None:
+    def set_lease_quota(self, tenant: str, num_blocks: int | None) -> None:
         """How many blocks one tenant may hold beyond its running requests; None: no limit. Applies to the next hold."""
-        self.kv.leases.quotas[salt] = num_blocks
+        self.kv.leases.quotas[tenant] = num_blocks
 
     def save(
         self, state: State | str, path: str | Path, *, salt: str | None = None, note: Mapping[str, Any] | None = None

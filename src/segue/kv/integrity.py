@@ -55,7 +55,7 @@ def _check_table(table: BlockTable, index: PrefixIndex) -> None:
 def _check_leases(leases: Leases, index: PrefixIndex) -> None:
     totals: Counter[str] = Counter()
     for lease in leases:
-        totals[lease.scope.salt] += 0 if lease.transient else len(lease.blocks)
+        totals[lease.scope.tenant] += 0 if lease.transient else len(lease.blocks)
         _require(len(lease.blocks) > 0, f"lease {lease.id} is in the ledger and holds nothing")
         _require(lease.num_computed > (len(lease.blocks) - 1) * index.block_size, f"lease {lease.id} holds idle blocks")
         _require(lease.num_computed <= len(lease.blocks) * index.block_size, f"lease {lease.id} claims KV it lost")

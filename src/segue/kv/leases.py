@@ -59,7 +59,7 @@ class Leases:
 
     def __init__(self, pool: BlockPool, block_size: int, emit: Callable[[KVEvent], None]) -> None:
         self.default_quota: int | None = None
-        self.quotas: dict[str, int | None] = {}  # by salt
+        self.quotas: dict[str, int | None] = {}  # by tenant
         self.totals: Counter[str] = Counter()
         self._pool = pool
         self._block_size = block_size
@@ -119,7 +119,7 @@ class Leases:
         insort(self._order, lease.worth)
         self._note_expiry(lease)
         self._emit(Leased(lease.id, len(blocks)))
-        self._enforce_quota(scope.salt)
+        self._enforce_quota(scope.tenant)
         if not lease.blocks and lease in self:
             self._forget(lease)
         return lease
@@ -133,7 +133,7 @@ class Leases:
                 lease.transient = False
                 self._charge(lease, len(lease.blocks))
             self._emit(Renewed(lease.id, expires_at, value))
-            self._enforce_quota(lease.scope.salt)
+            self._enforce_quota(lease.scope.tenant)
 
     def end(self, lease: Lease, why: Literal["released", "expired", "continued"] = "released") -> None:
         """A second time does nothing."""
@@ -293,13 +293,13 @@ class Leases:
             if lost[lease.id]:
                 self._lost(lease, lost[lease.id], why)
 
-    def _enforce_quota(self, salt: str) -> None:
+    def _enforce_quota(self, tenant: str) -> None:
         """`totals` is never below the number of different blocks, so most of the time it settles the question."""
-        quota = self.quotas.get(salt, self.default_quota)
-        if quota is None or self.totals[salt] <= quota:
+        quota = self.quotas.get(tenant, self.default_quota)
+        if quota is None or self.totals[tenant] <= quota:
             return
         own = [self._leases[lease_id] for _, _, lease_id in self._order]
-        own = [lease for lease in own if lease.scope.salt == salt and not lease.transient and lease.blocks]
+        own = [lease for lease in own if lease.scope.tenant == tenant and not lease.transient and lease.blocks]
         different = {block for lease in own for block in lease.blocks}
         lent = {block for lease in own for block in lease.blocks[: lease.num_lent]}
         surplus = len(different) - quota
@@ -338,11 +338,11 @@ class Leases:
                 heapify(self._expiries)
 
     def _charge(self, lease: Lease, num_blocks: int) -> None:
-        salt = lease.scope.salt
+        tenant = lease.scope.tenant
         if not lease.transient:
-            self.totals[salt] += num_blocks
-            if not self.totals[salt]:
-                del self.totals[salt]
+            self.totals[tenant] += num_blocks
+            if not self.totals[tenant]:
+                del self.totals[tenant]
 
     def _forget(self, lease: Lease) -> None:
         """Out of the ledger, with nothing held."""

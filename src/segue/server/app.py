@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Response
 
@@ -15,6 +17,7 @@ from segue.server.completions import completions
 from segue.server.door import Door
 from segue.server.fields import DetokenizeBody, TokenizeBody
 from segue.server.metrics import CONTENT_TYPE
+from segue.server.requests import requests
 from segue.server.responses import responses
 from segue.server.service import Service
 from segue.server.sse import JsonResponse
@@ -29,17 +32,20 @@ def create_app(service: Service) -> FastAPI:
         await service.engine.start()
         for tenant in service.tenants:
             if tenant.lease_quota is not None:
-                service.engine.greet("quota", salt=tenant.salt(""), num_blocks=tenant.lease_quota)
+                service.engine.greet("quota", tenant=tenant.name, num_blocks=tenant.lease_quota)
         try:
             yield
         finally:
             await service.engine.close()
 
-    app = FastAPI(title="Segue", version=segue.__version__, lifespan=lifespan, redoc_url=None)
+    silent = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+    known = inspect.signature(FastAPI).parameters
+    options: dict[str, Any] = {"telemetry": silent} if "telemetry" in known else {}  # ours has no texts in it
+    app = FastAPI(title="Segue", version=segue.__version__, lifespan=lifespan, redoc_url=None, **options)
     failures.install(app)
     _information(app, service)
     _text(app, service)
-    for router in (completions(service), chat(service), responses(service), states(service)):
+    for router in (completions(service), chat(service), responses(service), requests(service), states(service)):
         app.include_router(router)
     app.add_middleware(Door, tenants=service.tenants, limits=service.limits)
     return app

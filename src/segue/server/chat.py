@@ -17,8 +17,9 @@ from segue.server.failures import error_json
 from segue.server.fields import ChatBody, Message
 from segue.server.generation import Generation, Piece, state_json
 from segue.server.remote_engine import Call
+from segue.server.reply import reply
 from segue.server.service import Service, new_id
-from segue.server.sse import DONE, EventStream, JsonResponse, event, unless_disconnected
+from segue.server.sse import DONE, event
 from segue.server.tenants import Gate
 from segue.toolcalls import CallReader, ToolCall, format_of, reader
 
@@ -47,14 +48,8 @@ def chat(service: Service) -> APIRouter:
         service.check_model(body.model)
         answer_id = new_id("chatcmpl")
         turn = await _turn(service, gate, body, answer_id)
-        generation = await unless_disconnected(request, run_turn(service, gate, turn))
-        if generation is None:
-            return Response(status_code=499)
         format = _Format(service, body, answer_id, turn)
-        if body.stream:
-            return EventStream(format.events(generation), headers={"x-request-id": answer_id})
-        whole = await unless_disconnected(request, format.whole(generation))
-        return JsonResponse(whole, headers={"x-request-id": answer_id}) if whole else Response(status_code=499)
+        return await reply(request, run_turn(service, gate, turn), format, answer_id, stream=body.stream)
 
     return router
 
@@ -176,13 +171,19 @@ class Calls:
 
     def push(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
         """Text, and the calls that are complete by now."""
+        parts = self.read(piece)
+        return "".join(part for part in parts if isinstance(part, str)), [
+            part for part in parts if isinstance(part, dict)
+        ]
+
+    def read(self, piece: Piece) -> list[str | dict[str, Any]]:
+        """The same in the order in which they stand."""
         if self._reader is None:
-            return piece.text, []
+            return [piece.text] if piece.text else []
         parts = self._reader.push(piece.text)
         if piece.finish is not None:
             parts += self._reader.flush()
-        calls = [self._as_json(part) for part in parts if isinstance(part, ToolCall)]
-        return "".join(part for part in parts if isinstance(part, str)), calls
+        return [self._as_json(part) if isinstance(part, ToolCall) else part for part in parts]
 
     def finish_reason(self, reason: str | None) -> str | None:
         return "tool_calls" if reason == "stop" and self.found else reason

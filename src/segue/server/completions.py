@@ -13,8 +13,9 @@ from segue.server.failures import error_json
 from segue.server.fields import CompletionBody
 from segue.server.generation import Generation, Piece, state_json
 from segue.server.remote_engine import Call
+from segue.server.reply import reply
 from segue.server.service import Service, new_id
-from segue.server.sse import DONE, EventStream, JsonResponse, event, unless_disconnected
+from segue.server.sse import DONE, event
 from segue.server.tenants import Gate
 
 
@@ -27,14 +28,8 @@ def completions(service: Service) -> APIRouter:
         service.check_model(body.model)
         answer_id = new_id("cmpl")
         calls, echoes = await _calls(service, gate, body, answer_id)
-        generation = await unless_disconnected(request, service.run(gate, calls))
-        if generation is None:
-            return Response(status_code=499)
-        format = _Format(service, body, answer_id, echoes)
-        if body.stream:
-            return EventStream(format.events(generation), headers={"x-request-id": answer_id})
-        whole = await unless_disconnected(request, format.whole(generation))
-        return JsonResponse(whole, headers={"x-request-id": answer_id}) if whole else Response(status_code=499)
+        format = Format(service, body, answer_id, echoes)
+        return await reply(request, service.run(gate, calls), format, answer_id, stream=body.stream)
 
     return router
 
@@ -64,7 +59,7 @@ def _as_prompts(prompt: Any) -> list[str | list[int]]:
     return list(prompt)
 
 
-class _Format:
+class Format:
     """A generation as OpenAI's completion objects."""
 
     def __init__(self, service: Service, body: CompletionBody, answer_id: str, echoes: list[str]) -> None:

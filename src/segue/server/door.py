@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 
 from segue.base.errors import SegueError
 from segue.server.failures import error_json, failure
@@ -24,12 +25,16 @@ _OPEN_PATHS = ("/health", "/version", "/metrics", "/docs", "/openapi.json")
 _log = logging.getLogger("segue.access")
 
 
-class _TooLarge(Exception):
-    pass
+class _Refused(HTTPException):
+    """About a body. FastAPI lets this kind through, and makes of any other that comes while it reads a 400 of its own. The
+    rest of the body is not read: the connection ends."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(status, message, {"connection": "close"})
 
 
-class _TooSlow(Exception):
-    pass
+def _too_large(limits: Limits) -> _Refused:
+    return _Refused(413, f"a body has at most {limits.max_body_bytes} bytes")
 
 
 class Door:
@@ -51,15 +56,13 @@ class Door:
                 scope.setdefault("state", {})["gate"] = self._tenants.gate(headers.get("authorization"))
             length = headers.get("content-length", "0")
             if length.isascii() and length.isdigit() and int(length[:20]) > self._limits.max_body_bytes:
-                raise _TooLarge
+                raise _too_large(self._limits)
             await self._app(scope, passage.receive, passage.send)
         except SegueError as error:  # the key: what routes raise is answered further in
             extra = {"www-authenticate": "Bearer"} if error.status == 401 else {}
             await passage.refuse(error.status, error_json(error), extra)
-        except _TooLarge:
-            await passage.refuse(413, failure(413, f"a body has at most {self._limits.max_body_bytes} bytes"))
-        except _TooSlow:
-            await passage.refuse(408, failure(408, f"the body did not come within {self._limits.body_seconds:g} s"))
+        except _Refused as error:
+            await passage.refuse(error.status_code, failure(error.status_code, error.detail))
         finally:
             passage.log()
 
@@ -85,11 +88,11 @@ class _Passage:
         try:
             message = await asyncio.wait_for(self._receive(), max(left, 0.0))
         except TimeoutError:
-            raise _TooSlow from None
+            raise _Refused(408, f"the body did not come within {self._limits.body_seconds:g} s") from None
         self._num_bytes += len(message.get("body", b""))
         self._whole = not message.get("more_body", False)
         if self._num_bytes > self._limits.max_body_bytes:
-            raise _TooLarge
+            raise _too_large(self._limits)
         return message
 
     async def send(self, message: Message) -> None:

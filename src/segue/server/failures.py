@@ -23,7 +23,13 @@ def error_json(error: SegueError) -> dict[str, Any]:
 
 def failure(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    name = None if param is None else _writable(param)
+    return {"error": {"message": _writable(message), "type": kind, "param": name, "code": code}}
+
+
+def _writable(text: str) -> str:
+    """An error may quote what was sent, and half of a surrogate pair cannot be sent back."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def install(app: FastAPI) -> None:
@@ -48,7 +54,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
-        _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        _log.error("%s %s failed", request.method, request.scope["path"], exc_info=error)
         return JsonResponse(failure(500, "something went wrong here; it is in the server's log"), 500)
 
 

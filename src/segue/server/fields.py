@@ -4,18 +4,55 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from segue.base.errors import InvalidRequest
 from segue.base.types import SamplingParams
 
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
+ForkPoint = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Literal["now"] | None
 Stop = str | Annotated[list[str], Field(max_length=64)] | None
 MAX_PROMPTS = 256
+_MAX_DEPTH = 100  # of lists and objects in each other; what walks them later needs stack for it
+_encode = msgspec.json.Encoder().encode
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_values(cls, data: Any) -> Any:
+        """Python reads more as JSON than can be written again: to the engine, to a template, or into an answer."""
+        if isinstance(data, dict):
+            for name, value in data.items():
+                if (problem := _unwritable(name)) is not None:
+                    raise ValueError(f"body: {problem}")
+                if (problem := _unwritable(value)) is not None:
+                    raise ValueError(f"{name}: {problem}")
+        return data
+
+
+def _unwritable(value: Any) -> str | None:
+    """What is wrong with a value that JSON was read into."""
+    try:
+        data = _encode(value)
+    except UnicodeEncodeError:
+        return "has text that is not Unicode: half of a surrogate pair"
+    except RecursionError:
+        return "is nested too deeply"
+    if data.count(b"[") + data.count(b"{") > _MAX_DEPTH and _is_deep(value):
+        return f"is nested more than {_MAX_DEPTH} levels deep"
+    return None
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
+        level = [node for nodes in inner for node in nodes]
+    return any(isinstance(node, dict | list) for node in level)
 
 
 class StateFields(Body):
@@ -24,7 +61,7 @@ class StateFields(Body):
     continuation_of: str | None = Field(None, description="id of the state or request to go on from")
     continuation_suffix: str | None = Field(None, description="text that follows it")
     continuation_token_ids: TokenIds | None = Field(None, description="the same as token ids")
-    fork_at: int | Literal["now"] | None = Field(None, description="keep only so many of the parent's tokens")
+    fork_at: ForkPoint = Field(None, description="keep only so many of the parent's tokens")
     job_id: str | None = Field(None, min_length=1, max_length=256, description="the job this turn belongs to")
     is_last_step: bool = Field(False, description="after this turn nothing of the job is held")
     hold_seconds: float | None = Field(None, ge=0, le=1e9, description="keep the answer's KV for so long")
@@ -37,7 +74,7 @@ class StateFields(Body):
         if not isinstance(data, dict) or not isinstance(data.get("extra_body"), dict):
             return data
         extra = data["extra_body"]
-        if twice := sorted(str(name) for name in extra if name in data):
+        if twice := sorted(name for name in extra if name in data and _unwritable(name) is None):
             raise ValueError(f"{', '.join(twice)}: given both in extra_body and beside it")
         return {name: value for name, value in data.items() if name != "extra_body"} | extra
 
@@ -230,7 +267,7 @@ class DetokenizeBody(Body):
 
 
 class ForkBody(Body):
-    at: int | Literal["now"] | None = Field(None, description="how many tokens to keep (default: all)")
+    at: ForkPoint = Field(None, description="how many tokens to keep (default: all)")
     hold_seconds: float | None = Field(None, ge=0, le=1e9, description="None: until it is released")
     cache_salt: str = Field("", max_length=256)
 

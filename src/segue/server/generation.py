@@ -8,11 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from segue.base.errors import SegueError
 from segue.base.types import FinishReason
 from segue.model.tokenizer import TextStream, Tokenizer
 from segue.server.messages import Part, StateInfo
 from segue.server.metrics import Metrics
 from segue.server.remote_engine import Answering, Call
+from segue.server.tracing import Span
 
 Logprob = tuple[int, float, list[tuple[int, float]]]  # token, its log-probability, the most likely tokens with theirs
 
@@ -70,7 +72,14 @@ class Generation:
     nothing."""
 
     def __init__(
-        self, calls: Sequence[Call], tokenizer: Tokenizer, metrics: Metrics, tenant: str, *, show_special: bool = False
+        self,
+        calls: Sequence[Call],
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        tenant: str,
+        span: Span,
+        *,
+        show_special: bool = False,
     ) -> None:
         """`show_special`: the text has special tokens in it, because some models write tool calls with them."""
         self.calls = calls
@@ -78,19 +87,24 @@ class Generation:
         self.states: dict[int, StateInfo] = {}
         self._metrics = metrics
         self._tenant = tenant
+        self._span = span
         self._offsets: dict[str, int] = {}
         self._choices: list[_Choice] = []
         for call in calls:
             self._offsets[call.request_id] = len(self._choices)
             for _ in range(call.params.n):
-                stream = None if call.params.stop else tokenizer.answer_stream(skip_special=not show_special)
+                stream = (
+                    None
+                    if call.params.stop or call.imported
+                    else tokenizer.answer_stream(skip_special=not show_special)
+                )
                 self._choices.append(_Choice(stream, not call.params.include_stop))
         self._closing = ExitStack()
         self._answering: Answering | None = None
         self._began = time.monotonic()
         self._last_token_at: float | None = None
         self._first: list[Part] = []
-        self._finished = False
+        self._outcome = "aborted"
 
     async def start(self, submit: Callable[[Sequence[Call]], Answering], resources: ExitStack) -> None:
         """Returns when the first part is there, so that a refusal can still become a status."""
@@ -98,7 +112,9 @@ class Generation:
         try:
             self._answering = submit(self.calls)
             self._first = await self._answering.next()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, SegueError):
+                self._outcome = "refused" if error.status < 500 else "failed"
             self.close()
             raise
 
@@ -111,7 +127,10 @@ class Generation:
                 self._note_times(parts)
                 yield [self._piece(part) for part in parts]
                 parts = await self._answering.next()
-            self._finished = True
+            self._outcome = "finished"
+        except SegueError:
+            self._outcome = "failed"
+            raise
         finally:
             self.close()
 
@@ -123,8 +142,8 @@ class Generation:
         if self._answering is not None:
             self._answering.close()
             self._answering = None
-            outcome = "finished" if self._finished else "aborted"
-            self._metrics.request_ended(self._tenant, outcome, time.monotonic() - self._began, self.usage)
+            self._metrics.request_ended(self._tenant, self._outcome, time.monotonic() - self._began, self.usage)
+            self._span.end(self.usage, self._outcome)
         self._closing.close()
 
     def _piece(self, part: Part) -> Piece:
@@ -149,6 +168,7 @@ class Generation:
         now = time.monotonic()
         if self._last_token_at is None:
             self._metrics.first_token(now - self._began)
+            self._span.first_token(now - self._began)
         else:
             self._metrics.inter_token((now - self._last_token_at) * len(self._choices) / len(parts), len(parts))
         self._last_token_at = now

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
+disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series, and say little
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ TABLE = (
         source="num_waiting",
         alias="num_requests_waiting",
     ),
+    Entry("kv_blocks", "gauge", "KV blocks there are; the usage is a share of these.", source="kv_blocks"),
+    Entry("block_size", "gauge", "Tokens in a block.", source="block_size"),
     Entry("leased_blocks", "gauge", "KV blocks under leases.", source="leased_blocks"),
     Entry("known_states", "gauge", "States that can be continued.", source="num_states"),
     Entry(
@@ -161,7 +164,7 @@ class _EngineMetrics:
                 if entry.source is not None and entry.source in self.stats:
                     family = GaugeMetricFamily if entry.kind == "gauge" else CounterMetricFamily
                     yield family(name, entry.help, value=self.stats[entry.source])
-        if self.stats:
+        if "reused_tokens" in self.stats:
             [entry] = [entry for entry in TABLE if entry.name == "prefix_hit_tokens"]
             hits = CounterMetricFamily(f"segue:{entry.name}", entry.help, labels=entry.labels)
             hits.add_metric(["lease"], self.stats["held_tokens"])

@@ -56,6 +56,7 @@ class Call:
     hold: bool | float = False
     priority: int = 0
     is_last_step: bool = False
+    imported: bool = False  # from another engine: it begins in the middle of its text, which the engine therefore makes
 
     def message(self) -> Submit:
         return Submit(
@@ -173,6 +174,11 @@ class RemoteEngine:
         for call in calls:
             self._answering[call.request_id] = answering
             self._send(call.message())
+        return answering
+
+    def expect(self, call: Call) -> Answering:
+        """The answers of a request that comes to the engine in another way; if it does not come, `fail` them."""
+        answering = self._answering[call.request_id] = Answering(self, [call])
         return answering
 
     def abort(self, request_id: str) -> None:

@@ -16,8 +16,9 @@ from segue.server.chat import Calls, Turn, as_template_message, make_turn, remem
 from segue.server.failures import error_json
 from segue.server.fields import Body, Message, StateFields
 from segue.server.generation import Generation, Piece, state_json
+from segue.server.reply import reply
 from segue.server.service import Service, new_id
-from segue.server.sse import EventStream, JsonResponse, event, unless_disconnected
+from segue.server.sse import JsonResponse, event
 from segue.server.tenants import Gate
 
 Item = dict[str, Any]
@@ -99,14 +100,8 @@ def responses(service: Service) -> APIRouter:
         service.check_model(body.model)
         answer_id = new_id("resp")
         turn = await _turn(service, gate, body, answer_id)
-        generation = await unless_disconnected(request, run_turn(service, gate, turn))
-        if generation is None:
-            return Response(status_code=499)
         format = _Format(service, body, answer_id, turn, stored)
-        if body.stream:
-            return EventStream(format.events(generation), headers={"x-request-id": answer_id})
-        whole = await unless_disconnected(request, format.whole(generation))
-        return JsonResponse(whole, headers={"x-request-id": answer_id}) if whole else Response(status_code=499)
+        return await reply(request, run_turn(service, gate, turn), format, answer_id, stream=body.stream)
 
     @router.get("/v1/responses/{response_id}")
     async def show(response_id: str, request: Request) -> Response:
@@ -222,7 +217,8 @@ class _Format:
     async def whole(self, generation: Generation) -> Item:
         async for pieces in generation.pieces():
             for piece in pieces:
-                self._take(piece)
+                for part in self._calls.read(piece):
+                    self._take(part)
                 if piece.finish is not None:
                     self._complete(piece)
         return self._finish(generation)
@@ -247,37 +243,42 @@ class _Format:
         return event({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)
 
     def _piece_events(self, piece: Piece) -> bytes:
-        """The message is opened with its first text, so that an answer that is all calls has none."""
-        opened = bool(self._text)
-        text, calls = self._take(piece)
-        data = b""
-        index = self._order.index(None) if self._text else 0
-        place = {"output_index": index, "item_id": self._message_id, "content_index": 0}
-        if text:
-            if not opened:
-                empty = self._message("in_progress") | {"content": []}
-                data += self._event("response.output_item.added", output_index=index, item=empty)
-                data += self._event("response.content_part.added", **place, part=_part(""))
-            data += self._event("response.output_text.delta", **place, delta=text, logprobs=[])
-        if piece.finish is not None:
-            self._complete(piece)
-            if self._text:
-                whole = "".join(self._text)
-                data += self._event("response.output_text.done", **place, text=whole, logprobs=[])
-                data += self._event("response.content_part.done", **place, part=_part(whole))
-                data += self._event("response.output_item.done", output_index=index, item=self._message("completed"))
-        for call in calls:
-            data += self._call_events(self._order.index(call), call)
+        data = b"".join([self._part_events(part) for part in self._calls.read(piece)])
+        if piece.finish is None:
+            return data
+        self._complete(piece)
+        if self._text:
+            whole, place = "".join(self._text), self._place()
+            data += self._event("response.output_text.done", **place, text=whole, logprobs=[])
+            data += self._event("response.content_part.done", **place, part=_part(whole))
+            data += self._event(
+                "response.output_item.done", output_index=place["output_index"], item=self._message("completed")
+            )
         return data
 
-    def _take(self, piece: Piece) -> tuple[str, list[Item]]:
-        text, calls = self._calls.push(piece)
-        if text:
-            if not self._text:
-                self._order.append(None)
-            self._text.append(text)
-        self._order += calls
-        return text, calls
+    def _part_events(self, part: str | Item) -> bytes:
+        """The message is opened with its first text, so that an answer that is all calls has none."""
+        opened = bool(self._text)
+        self._take(part)
+        if not isinstance(part, str):
+            return self._call_events(len(self._order) - 1, part)
+        place, data = self._place(), b""
+        if not opened:
+            empty = self._message("in_progress") | {"content": []}
+            data += self._event("response.output_item.added", output_index=place["output_index"], item=empty)
+            data += self._event("response.content_part.added", **place, part=_part(""))
+        return data + self._event("response.output_text.delta", **place, delta=part, logprobs=[])
+
+    def _take(self, part: str | Item) -> None:
+        if not isinstance(part, str):
+            self._order.append(part)
+            return
+        if not self._text:
+            self._order.append(None)
+        self._text.append(part)
+
+    def _place(self) -> Item:
+        return {"output_index": self._order.index(None), "item_id": self._message_id, "content_index": 0}
 
     def _call_events(self, index: int, call: Item) -> bytes:
         item, arguments = _call_item(call), call["function"]["arguments"]

@@ -9,6 +9,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from segue.base.errors import InvalidRequest
+from segue.server.protocol import limited
 from segue.server.service import Service
 
 _BACKLOG = 1024
@@ -21,7 +22,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=limited(service.limits),
             ws="none",
             log_config=None,
             access_log=False,

@@ -6,21 +6,23 @@ import asyncio
 import secrets
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from segue.base.errors import InvalidRequest, UnknownModel
+from segue.base.errors import ForgottenState, InvalidRequest, SegueError, UnknownModel, UnknownState
 from segue.model.loading import LoadedModel
 from segue.server.fields import StateFields
 from segue.server.generation import Generation
 from segue.server.metrics import Metrics
-from segue.server.remote_engine import Call, RemoteEngine
+from segue.server.remote_engine import Answering, Call, RemoteEngine
 from segue.server.tenants import Gate, Tenants, TooMany
+from segue.server.tracing import current_span
 from segue.state.store import StateStore
 
+_RESTORED_SECONDS = 60.0  # a state brought back from disk is held so long: enough to be continued
 _LONG_TEXT = 20_000  # characters that are worth a thread of their own to tokenise
 
 
@@ -30,7 +32,12 @@ class Limits:
 
     max_requests: int = 1024  # sequences running and waiting, over all tenants
     max_body_bytes: int = 32 << 20
-    body_seconds: float = 30.0  # for a request to arrive whole
+    max_head_bytes: int = 64 << 10
+    max_connections: int = 4096  # one more is closed at once
+    head_seconds: float = 10.0  # for the head of a request to arrive whole
+    body_seconds: float = 30.0  # for the rest of it
+    max_import_bytes: int = 64 << 30  # of a request that comes from another server
+    export_seconds: float = 60.0  # for a request that was sent out to be committed; then it goes on here
     drain_seconds: float = 30.0  # for what runs to finish after SIGTERM
     max_conversations: int = 1024
     max_conversation_bytes: int = 64 << 20
@@ -102,8 +109,19 @@ class Service:
         if name is not None and name != self.name:
             raise UnknownModel(f"the model {name!r:.100} does not exist here: {self.name!r} does")
 
-    async def run(self, gate: Gate, calls: Sequence[Call], *, show_special: bool = False) -> Generation:
-        """Begin to generate; returns once there is a first token, or raises what refused it."""
+    async def run(
+        self,
+        gate: Gate,
+        calls: Sequence[Call],
+        *,
+        show_special: bool = False,
+        submit: Callable[[Sequence[Call]], Answering] | None = None,
+        restore: bool = True,
+    ) -> Generation:
+        """Begin to generate; returns once there is a first token, or raises what refused it. A parent that the engine does
+        not know, because it was restarted perhaps, is brought back if it was saved."""
+        span = current_span()
+        span.start(self.name, gate.tenant.name)
         resources = ExitStack()
         try:
             count = sum(call.params.n for call in calls)
@@ -117,12 +135,28 @@ class Service:
             self.num_sequences += count
             resources.callback(self._leave, count)
             tokenizer, tenant = self.model.tokenizer, gate.tenant.name
-            generation = Generation(calls, tokenizer, self.metrics, tenant, show_special=show_special)
+            generation = Generation(calls, tokenizer, self.metrics, tenant, span, show_special=show_special)
         except BaseException:
             resources.close()
             raise
-        await generation.start(self.engine.submit, resources)
+        try:
+            await generation.start(submit or self.engine.submit, resources)
+        except (UnknownState, ForgottenState):
+            if not restore or not await self._restore(gate, calls):
+                raise
+            return await self.run(gate, calls, show_special=show_special, restore=False)
         return generation
+
+    async def _restore(self, gate: Gate, calls: Sequence[Call]) -> bool:
+        [parent, salt] = calls[0].parent, calls[0].salt
+        if parent is None or self.state_dir is None:
+            return False
+        try:
+            path = self.store(gate).path(parent.replace("/", "_"))
+            await self.engine.ask("load", path=str(path), salt=salt, state_id=parent, hold=_RESTORED_SECONDS)
+        except SegueError:
+            return False  # not saved, or not to be had now: the caller hears that it is not known
+        return True
 
     def _leave(self, count: int) -> None:
         self.num_sequences -= count

@@ -28,14 +28,19 @@ class JsonResponse(Response):
 
 
 class EventStream(Response):
-    """Each item of `events` is one write. When the client goes, the iterator is closed, which ends its request."""
+    """Each item of `events` is one write. However it ends, and when the client goes, `close` is called."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], headers: dict[str, str] | None = None) -> None:
-        super().__init__(b"", headers={"cache-control": "no-cache", "x-accel-buffering": "no"} | (headers or {}))
-        del self.headers["content-length"]
+    def __init__(
+        self, events: AsyncIterator[bytes], close: Callable[[], None], headers: dict[str, str] | None = None
+    ) -> None:
+        given = {"cache-control": "no-cache", "x-accel-buffering": "no"} | (headers or {})
+        super().__init__(b"", headers=given)
+        if "content-length" not in given:
+            del self.headers["content-length"]
         self._events = events
+        self._close = close
 
     async def __call__(self, scope: Any, receive: Receive, send: Callable[[Any], Awaitable[None]]) -> None:
         writing = asyncio.ensure_future(self._write(send))
@@ -48,6 +53,7 @@ class EventStream(Response):
             leaving.cancel()
             writing.cancel()
             await asyncio.wait((writing, leaving))
+            self._close()  # an iterator that was never begun has no end of its own
 
     async def _write(self, send: Callable[[Any], Awaitable[None]]) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -59,6 +65,15 @@ class EventStream(Response):
             close = getattr(self._events, "aclose", None)
             if close is not None:
                 await close()
+
+
+class ByteStream(EventStream):
+    """Bytes of a known length, as they come."""
+
+    media_type = "application/octet-stream"
+
+    def __init__(self, content: AsyncIterator[bytes], close: Callable[[], None], size: int) -> None:
+        super().__init__(content, close, {"content-length": str(size)})
 
 
 async def disconnected(receive: Receive) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import time
 import tomllib
@@ -42,7 +41,7 @@ class Tenant:
 
     def salt(self, cache_salt: str) -> str:
         """The engine's scope: of this tenant alone, and of those of its requests that give the same `cache_salt`."""
-        return json.dumps([self.name, cache_salt]) if self.name or cache_salt else ""
+        return f"{self.name}\0{cache_salt}" if cache_salt else self.name
 
 
 class Gate:
@@ -143,6 +142,8 @@ def _tenant(table: Mapping[str, Any], where: str) -> Tenant:
     for name in ("name", "key"):
         if not isinstance(table.get(name), str) or not table[name]:
             raise InvalidRequest("keys", f"{where}: {name} is missing")
+    if not table["name"].isprintable() or len(table["name"]) > 128:
+        raise InvalidRequest("keys", f"{where}: a name has up to 128 printable characters")
     if len(table["key"]) < 8:
         raise InvalidRequest("keys", f"{where}: a key has at least 8 characters")
     limits = {name: table[name] for name in _FIELDS[2:] if name in table}

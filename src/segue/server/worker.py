@@ -19,10 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from segue.base.errors import SegueError
+from segue.base.errors import SegueError, StateError, UnknownState
 from segue.base.types import SamplingParams
-from segue.engine import Delta, EngineCore, Request
+from segue.engine import Delta, EngineCore, Export, Request
 from segue.kv import KVEvent, Revoked
+from segue.server.jobs import Jobs
 from segue.server.messages import (
     Abort,
     Ask,
@@ -63,13 +64,15 @@ class EngineProcess:
         self._out: deque[memoryview] = deque()
         self._behind = 0
         self._tasks: deque[Callable[[], None]] = deque()
-        self._last_steps: dict[str, tuple[str, str]] = {}  # by request: salt and job, released when it ends
+        self._jobs = Jobs()
+        self._left: dict[str, list[str]] = {}  # by request under way: states that its answers have left held
         self._wake_out, self._wake_in = socket.socketpair()
         for end in (sock, self._wake_out, self._wake_in):
             end.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ)
         self._selector.register(self._wake_out, selectors.EVENT_READ)
+        self._exports: dict[str, Export] = {}
         self._open = True
         self._num_revoked = 0
         engine.kv.observe(self._observe)
@@ -81,11 +84,18 @@ class EngineProcess:
             "hold": self._hold,
             "release": self._release,
             "tokens": self._tokens,
+            "commit_export": self._commit_export,
+            "abort_export": self._abort_export,
             "quota": self._engine.set_lease_quota,
             "forget": self._engine.forget,
             "check": self._engine.check,
         }
-        self._slow_verbs: dict[str, Callable[..., Any]] = {"save": self._save, "load": self._load}
+        self._slow_verbs: dict[str, Callable[..., Any]] = {
+            "save": self._save,
+            "load": self._load,
+            "export": self._export,
+            "import": self._import,
+        }
 
     def run(self) -> None:
         while self._open:
@@ -154,7 +164,9 @@ class EngineProcess:
             except SegueError as error:
                 self._send(Refused(message.request_id, problem_of(error)))
         elif isinstance(message, Abort):
-            self._last_steps.pop(message.request_id, None)
+            self._jobs.forget(message.request_id)
+            self._left.pop(message.request_id, None)
+            self._exports.pop(message.request_id, None)
             self._engine.abort(message.request_id)
         elif isinstance(message, Ask):
             self._answer(message)
@@ -176,8 +188,8 @@ class EngineProcess:
                 **content,
             )
         )
-        if message.is_last_step and message.job_id is not None:
-            self._last_steps[message.request_id] = message.salt, message.job_id
+        if message.job_id is not None:
+            self._jobs.begin(message.request_id, message.salt, message.job_id, is_last=message.is_last_step)
 
     def _answer(self, ask: Ask) -> None:
         if ask.verb in self._slow_verbs:
@@ -191,10 +203,8 @@ class EngineProcess:
         if parts:
             self._send(Deltas(parts))
         for delta in deltas:
-            if delta.finish_reason is not None and not self._engine.is_active(delta.request_id):
-                last_step = self._last_steps.pop(delta.request_id, None)
-                if last_step is not None:
-                    self._end_job(*last_step)
+            if delta.finish_reason is not None:
+                self._end_answer(delta)
 
     def _part(self, delta: Delta) -> Part:
         logprobs = [(entry.chosen, entry.rank, list(entry.top)) for entry in delta.logprobs]
@@ -213,10 +223,21 @@ class EngineProcess:
             problem_of(delta.error) if delta.error is not None else None,
         )
 
-    def _end_job(self, salt: str, job_id: str) -> None:
-        for state in self._engine.states(salt=salt):
-            if state.job == job_id:
-                self._engine.release(state)
+    def _end_answer(self, delta: Delta) -> None:
+        """When a turn has ended well, its job gives back what the turn went on from."""
+        held = self._left.setdefault(delta.request_id, [])
+        if delta.state is not None and delta.state.num_held:
+            held.append(delta.state.id)
+        if self._engine.is_active(delta.request_id):
+            return
+        del self._left[delta.request_id]
+        if delta.error is not None:
+            self._jobs.forget(delta.request_id)
+            return
+        salt, to_release = self._jobs.end(delta.request_id, held)
+        for state_id in to_release:
+            with suppress(StateError):  # forgotten already
+                self._engine.release(state_id, salt=salt)
 
     # Verbs
 
@@ -224,7 +245,13 @@ class EngineProcess:
         stats = self._engine.stats()
         counts = {name: getattr(stats, name) for name in stats.__dataclass_fields__}
         prefilled = stats.prompt_tokens - stats.reused_tokens
-        return counts | {"prefilled_tokens": prefilled, "revoked_blocks": self._num_revoked}
+        config = self._engine.config
+        return counts | {
+            "prefilled_tokens": prefilled,
+            "revoked_blocks": self._num_revoked,
+            "kv_blocks": config.num_blocks - 1,
+            "block_size": config.block_size,
+        }
 
     def _observe(self, event: KVEvent) -> None:
         if isinstance(event, Revoked):
@@ -288,6 +315,42 @@ class EngineProcess:
             except BaseException:
                 self._post(arrival.abort)
                 raise
+
+    def _export(self, request_id: str, salt: str, path: str) -> int:
+        """The request stands still until `commit_export` or `abort_export`; if it cannot be written, it goes on."""
+        export = self._in_turn(lambda: self._engine.export_request(request_id, salt=salt))
+        try:
+            size = save_snapshot(
+                Path(path), export.snapshot, lambda index, out: self._in_turn(lambda: export.read(index, out))
+            )
+        except BaseException:
+            self._post(export.abort)
+            raise
+        self._exports[request_id] = export
+        return size
+
+    def _import(self, path: str, salt: str, request_id: str, hold: bool | float) -> None:
+        with SavedState.open(Path(path)) as saved:
+            arrival = self._in_turn(
+                lambda: self._engine.import_request(saved.snapshot, request_id=request_id, salt=salt, hold=hold)
+            )
+            try:
+                saved.take(lambda index, data: self._in_turn(lambda: arrival.write(index, data)))
+                self._in_turn(arrival.commit)
+            except BaseException:
+                self._post(arrival.abort)
+                raise
+
+    def _commit_export(self, request_id: str) -> None:
+        export = self._exports.pop(request_id, None)
+        if export is None:
+            raise UnknownState(f"{request_id!r} is not on its way to another engine")
+        export.commit()
+
+    def _abort_export(self, request_id: str) -> None:
+        export = self._exports.pop(request_id, None)
+        if export is not None:
+            export.abort()
 
     def _in_turn(self, function: Callable[[], T]) -> T:
         """Run `function` on the engine's thread, between two steps."""
