@@ -24,8 +24,9 @@ tests: $(VENV)/.installed-dev
 	$(BIN)/segue models --fetch smollm2
 	$(BIN)/python -m pytest
 
-soak: $(VENV)/.installed-dev  ## the property tests, at length
+soak: $(VENV)/.installed-dev  ## the property tests at length, and the server under a crowd
 	$(BIN)/python -m pytest tests/property --hypothesis-profile=soak --timeout=0
+	$(BIN)/python -m pytest tests/e2e -m soak --timeout=0
 
 bench: $(VENV)/.installed-dev  ## add VLLM=path/to/python to measure vLLM beside
 	$(BIN)/python benchmarks/bookkeeping.py $(if $(VLLM),--vllm-python $(VLLM))

@@ -1,9 +1,9 @@
 """What HTTP costs: the server beside the engine in one process, and beside vLLM's server.
 
-    python benchmarks/server.py [--only throughput|latency|chat] [--vllm BIN]
+    python benchmarks/server.py [--only throughput|latency|chat] [--vllm-python PATH]
 
-Throughput and latency use `tiny`, whose steps cost almost nothing, so that the server's own work shows. `--vllm` is the
-`vllm` command of an environment with vLLM for the CPU; its server runs the same chat, tuned as docs/log.md says.
+Throughput and latency use `tiny`, whose steps cost almost nothing, so that the server's own work shows. `--vllm-python`
+is the Python of an environment with vLLM for the CPU; its server runs the same chat, tuned as docs/log.md says.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 STREAMS, TOKENS = 64, 200
@@ -30,7 +32,7 @@ class Running:
     """A server process, ended with the block."""
 
     def __init__(self, command: list[str], url: str | None = None, env: dict[str, str] | None = None) -> None:
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         out = subprocess.PIPE if url is None else self._log
         self.process = subprocess.Popen(command, stdout=out, stderr=self._log, text=True, env=env)
         if url is None:
@@ -63,7 +65,9 @@ def serve(*arguments: str) -> Running:
 def post(url: str, path: str, body: dict) -> bytes:
     host = url.removeprefix("http://")
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    )
     return head.encode() + data
 
 
@@ -98,7 +102,9 @@ def throughput(rounds: int) -> None:
             outside.append(asyncio.run(_all_streams(server.url, prompts)))
     inside, outside = inside[1:], outside[1:]
     ratio = statistics.median(a / b for a, b in zip(outside, inside, strict=True))
-    print(f"{STREAMS} streams of {TOKENS} tokens, tiny: in one process {statistics.median(inside):.0f} tokens/s, ", end="")
+    print(
+        f"{STREAMS} streams of {TOKENS} tokens, tiny: in one process {statistics.median(inside):.0f} tokens/s, ", end=""
+    )
     print(f"over HTTP {statistics.median(outside):.0f}, {ratio:.0%}")
 
 
@@ -111,7 +117,7 @@ async def _all_streams(url: str, prompts: list[str]) -> float:
     return STREAMS * TOKENS / seconds
 
 
-def latency(rounds: int, vllm: str | None) -> None:
+def latency(rounds: int) -> None:
     with serve("tiny") as server:
         seconds = one_token(server.url, "tiny", rounds)
     print(f"a one-token request, tiny: median {seconds * 1e3:.2f} ms end to end")
@@ -175,7 +181,14 @@ def _five_turns(url: str, model: str, topic: str, continued: bool) -> list[float
     parent, seconds, text = None, [], ""
     for turn in range(5):
         sent = messages[-1:] if continued and parent is not None else messages
-        body = {"model": model, "messages": sent, "max_tokens": 16, "temperature": 0, "stream": True, "ignore_eos": True}
+        body = {
+            "model": model,
+            "messages": sent,
+            "max_tokens": 16,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+        }
         if continued:
             body |= {"hold_seconds": 60} | ({"continuation_of": parent} if parent is not None else {})
         first, text, parent = _timed_chat(url, body)
@@ -205,30 +218,53 @@ def _timed_chat(url: str, body: dict) -> tuple[float, str, str]:
     return first, "".join(texts), answer_id
 
 
-def _vllm(command: str) -> Running:
-    """The same weights, written as a Hugging Face folder; two cores, blocks of 32."""
-    folder = Path(__file__).parent / "peers" / "smollm2-folder"
-    if not folder.exists():
-        raise SystemExit(f"{folder} is missing: benchmarks/cpu.py --vllm-python writes it")
+@contextmanager
+def _vllm(command: str) -> Iterator[Running]:
+    """The same weights and tokenizer, written as a Hugging Face folder; two cores, blocks of 32."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "2"}
-    arguments = [
-        command, "serve", str(folder), "--served-model-name", "smollm2", "--dtype", "float32", "--block-size", "32",
-        "--max-model-len", "2048", "--host", "127.0.0.1", "--port", str(port),
-    ]  # fmt: skip
-    return Running(arguments, f"http://127.0.0.1:{port}", env)
+    env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "2", "PATH": _path_of(command)}
+    with tempfile.TemporaryDirectory() as folder:
+        _write_model(Path(folder))
+        arguments = [
+            command, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "smollm2", "--dtype", "float32", "--block-size", "32",
+            "--max-model-len", "2048", "--host", "127.0.0.1", "--port", str(port),
+        ]  # fmt: skip
+        with Running(arguments, f"http://127.0.0.1:{port}", env) as server:
+            yield server
+
+
+def _path_of(command: str) -> str:
+    """vLLM compiles with tools that lie beside its command."""
+    return f"{Path(command).parent}:{os.environ['PATH']}"
+
+
+def _write_model(folder: Path) -> None:
+    from segue.base.config import Environment
+    from segue.model.loading import open_model
+    from segue.model.tiny import save_hf_folder
+
+    model = open_model("smollm2", Environment.read().cache_dir)
+    save_hf_folder(model.spec, model.weights, folder)
+    model.tokenizer.save(folder / "tokenizer.json")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": model.chat_template.source,
+        "bos_token": model.chat_template.bos,
+        "eos_token": model.chat_template.eos,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["throughput", "latency", "chat"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--vllm", metavar="BIN", help="path of the vllm command")
+    parser.add_argument("--vllm-python", metavar="PATH", help="the Python of an environment with vLLM for the CPU")
     chosen = parser.parse_args()
     if chosen.only in (None, "throughput"):
         throughput(chosen.rounds)
     if chosen.only in (None, "latency"):
-        latency(chosen.rounds, chosen.vllm)
+        latency(chosen.rounds)
     if chosen.only in (None, "chat"):
-        chat(max(chosen.rounds // 2, 2), chosen.vllm)
+        chat(max(chosen.rounds // 2, 2), chosen.vllm_python)

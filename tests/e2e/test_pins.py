@@ -1,5 +1,6 @@
 """The five-turn job with tool calls between, over HTTP, and the verbs from the command line."""
 
+import json
 import re
 import subprocess
 import sys
@@ -53,15 +54,23 @@ def test_turns_beside_each_other_keep_what_they_hold(server):
         return {state["id"] for state in server.get("/v1/states")[2]["data"] if state["num_held"]}
 
     first = turn(prompt="the first turn of a job")
-    slow = subprocess.Popen(["curl", "-s", f"{server.url}/v1/completions", "-H", "content-type: application/json", "-d",
-                             '{"prompt": "slow", "max_tokens": 900, "ignore_eos": true, "job_id": "side by side", "hold_seconds": 60}'],
-                            stdout=subprocess.PIPE, text=True)  # fmt: skip
+    body = {"prompt": "slow", "max_tokens": 900, "ignore_eos": True, "job_id": "side by side", "hold_seconds": 60}
+    command = [
+        "curl",
+        "-s",
+        f"{server.url}/v1/completions",
+        "-H",
+        "content-type: application/json",
+        "-d",
+        json.dumps(body),
+    ]
+    slow = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     server.wait_until(lambda: server.metric("num_requests_running") == 1)
     quick = turn(prompt="a quick one beside it")
     assert held() == {quick}
     assert first not in held()
     answer = slow.communicate(timeout=60)[0]
-    [slow_id] = re.findall(r'"id":"(cmpl-\w+)"', answer)[:1]
+    slow_id = json.loads(answer)["id"]
     assert held() == {quick, slow_id}
     server.post("/v1/completions", {"prompt": "end", "max_tokens": 2, "job_id": "side by side", "is_last_step": True})
     assert held() == set()

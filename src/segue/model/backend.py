@@ -31,6 +31,10 @@ class Backend(Protocol):
 
     def vector(self, weight: Tensor) -> Tensor: ...
 
+    def prepare(self, batch: Batch) -> None:
+        """Called before the operations of a step."""
+        ...
+
     def embed(self, matrix: Any, ids: Tensor) -> Tensor:
         """A fresh [tokens, hidden]: the residual stream, which `add_rms_norm` changes in place."""
         ...

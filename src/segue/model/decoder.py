@@ -48,6 +48,7 @@ class Decoder:
         """Logits of the rows that sample, fp32 [samples, vocab]; writes the KV of every row. `kv` is
         [layers, 2, blocks, kv_heads, block_size, head_dim]."""
         ops, eps = self._backend, self.spec.rms_eps
+        ops.prepare(batch)
         residual = ops.embed(self._embed, batch.tokens)
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps, into="normed")
         for index, layer in enumerate(self._layers):

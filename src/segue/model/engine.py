@@ -44,6 +44,7 @@ class ModelOptions:
     prefix_caching: bool = True
     threads: int | None = None  # of the whole process: torch has one pool
     native: bool = True  # False: plain torch even where our CPU kernels would run
+    own_process: bool = False  # nothing else in this process needs torch's threads
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *_TORCH_DTYPES):
@@ -210,9 +211,13 @@ def _backend(
         except native.NativeUnavailable as error:
             reason = str(error)
         else:
-            storage = options.quantize or dtype
+            storage, threads = options.quantize or dtype, torch.get_num_threads()
             backend = NativeBackend(kernels, loaded.spec, storage, options.max_step_tokens, max_len)
-            return backend, f"native CPU kernels, {torch.get_num_threads()} threads, {storage} weights"
+            if options.own_process:
+                # What torch itself still does is small, and its threads would wait for the next of it at full speed.
+                kernels.threads = threads
+                torch.set_num_threads(1)
+            return backend, f"native CPU kernels, {threads} threads, {storage} weights"
     if options.quantize:
         raise UnsupportedModel(f"quantize={options.quantize} needs the native CPU kernels; this is {device}, {reason}")
     note = f"torch on {device}, {dtype}" + (f" ({reason})" if device.type == "cpu" else "")

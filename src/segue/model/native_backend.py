@@ -11,6 +11,8 @@ from segue.model.kv_copies import Place
 from segue.model.native import Kernels, PackedWeight, Storage
 from segue.model.spec import ModelSpec
 
+_WORTH_THREADS = 1 << 26  # multiply-adds of a step
+
 
 class NativeBackend:
     """Activations are fp32 whatever the weights are stored in. Bitwise: a row's result does not depend on the batch,
@@ -23,6 +25,8 @@ class NativeBackend:
         self.kv_dtype = torch.bfloat16 if storage == "bf16" else torch.float32
         self.place_kv: Place | None = kernels.place
         self._kernels = kernels
+        self._num_weights = 0
+        self._work_per_score = 2 * spec.num_layers * spec.num_heads * spec.head_dim
         self._storage = storage
         self._heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
         self._attention_width = spec.num_heads * spec.head_dim
@@ -33,7 +37,16 @@ class NativeBackend:
         self._buffers: dict[str, Tensor] = {}
 
     def matrix(self, weight: Tensor) -> PackedWeight:
+        self._num_weights += weight.numel()
         return self._kernels.pack(weight, self._storage)
+
+    def prepare(self, batch: Batch) -> None:
+        """A step of a millisecond or so is as fast on one core, and leaves the others to whoever serves its tokens: threads
+        that wait for their next piece of work do so at full speed."""
+        work = self._num_weights * len(batch.tokens)
+        if work < _WORTH_THREADS:
+            work += self._work_per_score * sum((span.stop - span.start) * span.context for span in batch.spans)
+        self._kernels.alone = work < _WORTH_THREADS
 
     def vector(self, weight: Tensor) -> Tensor:
         return weight.float().contiguous()

@@ -29,6 +29,9 @@ class TorchBackend:
     def matrix(self, weight: Tensor) -> Tensor:
         return weight.to(device=self.device, dtype=self._dtype).contiguous()
 
+    def prepare(self, batch: Batch) -> None:
+        pass
+
     def vector(self, weight: Tensor) -> Tensor:
         return self.matrix(weight)
 

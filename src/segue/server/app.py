@@ -76,6 +76,12 @@ def _information(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return JsonResponse(_model(service, created))
 
+    @app.post("/v1/check")
+    async def check() -> Response:
+        """Verify every promise of the KV core, between two steps; 500 says which is broken."""
+        await service.engine.ask("check")
+        return JsonResponse({"status": "ok"})
+
     @app.get("/metrics")
     async def metrics() -> Response:
         stats = {}

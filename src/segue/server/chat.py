@@ -12,13 +12,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from segue.base.errors import ForgottenState, InvalidRequest, SegueError, UnknownState
+from segue.base.types import SamplingParams
 from segue.model.tokenized_text import common_prefix
 from segue.server.failures import error_json
-from segue.server.fields import ChatBody, Message
+from segue.server.fields import ChatBody, Message, StateFields
 from segue.server.generation import Generation, Piece, state_json
 from segue.server.remote_engine import Call
 from segue.server.reply import reply
-from segue.server.service import Service, new_id
+from segue.server.service import Conversation, Service, new_id
 from segue.server.sse import DONE, event
 from segue.server.tenants import Gate
 from segue.toolcalls import CallReader, ToolCall, format_of, reader
@@ -72,14 +73,14 @@ async def _turn(service: Service, gate: Gate, body: ChatBody, answer_id: str) ->
 async def make_turn(
     service: Service,
     gate: Gate,
-    fields: Any,
+    fields: StateFields,
     answer_id: str,
     added: list[Mapping[str, Any]],
     parent_id: str | None,
     *,
     tools: Sequence[Mapping[str, Any]] | None,
     options: Mapping[str, Any],
-    params: Any,
+    params: SamplingParams,
 ) -> Turn:
     """New messages, after those of the parent if there is one.
 
@@ -100,7 +101,7 @@ async def make_turn(
     return Turn(call, messages, tokens, alone, bool(tools))
 
 
-async def _conversation(service: Service, salt: str, parent_id: str | None) -> Any:
+async def _conversation(service: Service, salt: str, parent_id: str | None) -> Conversation | None:
     if parent_id is None:
         return None
     found = service.conversations.get(parent_id, salt)

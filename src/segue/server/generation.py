@@ -170,7 +170,8 @@ class Generation:
             self._metrics.first_token(now - self._began)
             self._span.first_token(now - self._began)
         else:
-            self._metrics.inter_token((now - self._last_token_at) * len(self._choices) / len(parts), len(parts))
+            count = sum(len(part.tokens) for part in parts) or 1
+            self._metrics.inter_token((now - self._last_token_at) * len(self._choices) / count, count)
         self._last_token_at = now
 
 

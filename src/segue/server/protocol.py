@@ -1,4 +1,4 @@
-"""Connections with limits that uvicorn does not have: how long a request's head may take and be, and how many are open."""
+"""Connections with limits that uvicorn does not have: on the head of a request, on clients that do not read, on their number."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
         self._head_is_next = True  # what comes next belongs to a head, not to a body
         self._head_is_too_long = False
@@ -53,6 +54,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """uvicorn tells only the newest request that its client is gone; one that runs before it must hear it too."""
         self._forget_head()
+        self._forget_stall()
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
@@ -115,6 +117,33 @@ class Connection(HttpToolsProtocol):
 
     def _is_answering(self) -> bool:
         return any(not cycle.response_complete for cycle in self._cycles)
+
+    # A client that does not read, while its requests keep their places
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._forget_stall()
+        self._expect_progress()
+
+    def resume_writing(self) -> None:
+        self._forget_stall()
+        super().resume_writing()
+
+    def _expect_progress(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._stall_timer = self.loop.call_later(self.limits.stall_seconds, self._check_progress, left)
+
+    def _check_progress(self, left_before: int) -> None:
+        """Slow is fine. Nothing more is written while it is paused, so what is left says whether any of it was read."""
+        if self.transport.get_write_buffer_size() < left_before:
+            self._expect_progress()
+        else:
+            self.transport.abort()
+
+    def _forget_stall(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     # Refusals, before there is an application to make them
 

@@ -171,9 +171,11 @@ class RemoteEngine:
         if self.ready is None:
             raise EngineClosed(self.failure or "the engine is starting")
         answering = Answering(self, calls)
+        messages = [frame(call.message()) for call in calls]
         for call in calls:
             self._answering[call.request_id] = answering
-            self._send(call.message())
+        if self._writer is not None:
+            self._writer.writelines(messages)
         return answering
 
     def expect(self, call: Call) -> Answering:
@@ -197,8 +199,8 @@ class RemoteEngine:
     def _ask(self, verb: str, arguments: dict[str, Any]) -> asyncio.Future[Any]:
         self._last_number += 1
         future = asyncio.get_running_loop().create_future()
-        self._asked[self._last_number] = future
         self._send(Ask(self._last_number, verb, arguments))
+        self._asked[self._last_number] = future
         return future
 
     def _send(self, message: ToEngine) -> None:

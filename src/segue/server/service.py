@@ -38,6 +38,7 @@ class Limits:
     body_seconds: float = 30.0  # for the rest of it
     max_import_bytes: int = 64 << 30  # of a request that comes from another server
     export_seconds: float = 60.0  # for a request that was sent out to be committed; then it goes on here
+    stall_seconds: float = 60.0  # for a client to read some of what waits for it
     drain_seconds: float = 30.0  # for what runs to finish after SIGTERM
     max_conversations: int = 1024
     max_conversation_bytes: int = 64 << 20
@@ -127,6 +128,10 @@ class Service:
             count = sum(call.params.n for call in calls)
             if self.draining:
                 raise TooMany("the server is shutting down", 5, status=503)
+            if count > self.limits.max_requests:
+                raise InvalidRequest(
+                    "n", f"{count} answers at once; this server takes at most {self.limits.max_requests}"
+                )
             if self.num_sequences + count > self.limits.max_requests:
                 raise TooMany(
                     f"{self.num_sequences} of at most {self.limits.max_requests} are under way", 1, status=503

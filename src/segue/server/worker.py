@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ from segue.base.errors import SegueError, StateError, UnknownState
 from segue.base.types import SamplingParams
 from segue.engine import Delta, EngineCore, Export, Request
 from segue.kv import KVEvent, Revoked
+from segue.server.bundle import Bundle
 from segue.server.jobs import Jobs
 from segue.server.messages import (
     Abort,
@@ -50,6 +52,7 @@ from segue.state.store import save as save_snapshot
 _log = logging.getLogger(__name__)
 _RECEIVE_BYTES = 1 << 18
 _LONGEST_SLEEP = 60.0
+_BUNDLE_SECONDS = 0.01  # tokens of one answer that come faster than this travel together
 _MOST_BEHIND = 64 << 20  # bytes not yet sent: past this the engine waits for its reader
 T = TypeVar("T")
 
@@ -64,6 +67,7 @@ class EngineProcess:
         self._out: deque[memoryview] = deque()
         self._behind = 0
         self._tasks: deque[Callable[[], None]] = deque()
+        self._bundle = Bundle(_BUNDLE_SECONDS, time.monotonic)
         self._jobs = Jobs()
         self._left: dict[str, list[str]] = {}  # by request under way: states that its answers have left held
         self._wake_out, self._wake_in = socket.socketpair()
@@ -104,6 +108,8 @@ class EngineProcess:
                 self._tasks.popleft()()
             if self._engine.has_work and self._behind < _MOST_BEHIND:
                 self._tell(self._engine.step())
+            if parts := self._bundle.take(everything=not self._engine.has_work):
+                self._send(Deltas(parts))
             self._flush()
 
     def _has_work(self) -> bool:
@@ -163,7 +169,11 @@ class EngineProcess:
                 self._submit(message)
             except SegueError as error:
                 self._send(Refused(message.request_id, problem_of(error)))
+            except Exception:
+                _log.exception("a request failed")
+                self._send(Refused(message.request_id, problem_of(SegueError("the engine could not take the request"))))
         elif isinstance(message, Abort):
+            self._bundle.drop(message.request_id)
             self._jobs.forget(message.request_id)
             self._left.pop(message.request_id, None)
             self._exports.pop(message.request_id, None)
@@ -199,10 +209,8 @@ class EngineProcess:
         self._send(_outcome(ask, self._verbs[ask.verb]))
 
     def _tell(self, deltas: list[Delta]) -> None:
-        parts = [self._part(delta) for delta in deltas]
-        if parts:
-            self._send(Deltas(parts))
         for delta in deltas:
+            self._bundle.add(self._part(delta))
             if delta.finish_reason is not None:
                 self._end_answer(delta)
 
@@ -395,7 +403,7 @@ def main(descriptor: int) -> None:
     try:
         from segue.model.engine import Engine
 
-        engine = Engine(start.model, **start.options)
+        engine = Engine(start.model, own_process=True, **start.options)
     except SegueError as error:
         sock.sendall(frame(Failed(problem_of(error))))
         return

@@ -35,7 +35,6 @@ _KINDS: dict[str, type[ctypes._SimpleCData[Any]]] = {
     "i": ctypes.c_int32,
     "f": ctypes.c_float,
 }
-_threads = torch.get_num_threads
 
 
 def load(cache_dir: Path, compiler: str | None = None) -> Kernels:
@@ -72,6 +71,8 @@ class PackedWeight:
 class Kernels:
     def __init__(self, path: Path) -> None:
         free, locked = open_library(path)
+        self.threads: int | None = None  # by default as many as torch has
+        self.alone = False  # whether calls stay in the thread that makes them
         self._panel = int(free.segue_panel_width())
         self._group = int(free.segue_group_size())
         self._clear = _bind(free.segue_clear, "pn")
@@ -85,6 +86,9 @@ class Kernels:
         self._silu_mul = _bind(locked.segue_silu_mul, "ppnni")
         self._rope_store = _bind(locked.segue_rope_store, "pppppppippfnnnnni")
 
+    def _threads(self) -> int:
+        return 1 if self.alone else self.threads or torch.get_num_threads()
+
     def pack(self, weight: Tensor, storage: Storage) -> PackedWeight:
         """Copies `weight` [N, K] into panels, rounding to `storage`."""
         if weight.dim() != 2 or not weight.is_floating_point() or 0 in weight.shape:
@@ -97,7 +101,7 @@ class Kernels:
         scales = self._zeros(panels * groups * self._panel)
         for first in range(0, n, _PACK_ROWS):
             part = weight[first : first + _PACK_ROWS].float().contiguous()
-            self._pack(part.data_ptr(), len(part), k, first, code, lanes.data_ptr(), scales.data_ptr(), _threads())
+            self._pack(part.data_ptr(), len(part), k, first, code, lanes.data_ptr(), scales.data_ptr(), self._threads())
         return PackedWeight((n, k), storage, self, lanes, scales, lanes.data_ptr(), scales.data_ptr(), code)
 
     def _zeros(self, count: int) -> Tensor:
@@ -123,7 +127,7 @@ class Kernels:
             ids.data_ptr(),
             ids.numel(),
             out.data_ptr(),
-            _threads(),
+            self._threads(),
         )
         return out
 
@@ -147,7 +151,7 @@ class Kernels:
             m,
             k,
             n,
-            _threads(),
+            self._threads(),
         )
         return out
 
@@ -157,7 +161,7 @@ class Kernels:
         _expect("x", x, (m, size))
         _expect("weight", weight, (size,))
         _expect("out", out, (m, size))
-        self._rms_norm(x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), m, size, _threads())
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), m, size, self._threads())
         return out
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
@@ -168,7 +172,7 @@ class Kernels:
         _expect("weight", weight, (size,))
         _expect("out", out, (m, size))
         self._add_rms_norm(
-            residual.data_ptr(), x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), m, size, _threads()
+            residual.data_ptr(), x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), m, size, self._threads()
         )
         return out
 
@@ -177,7 +181,7 @@ class Kernels:
         m, size = out.shape
         _expect("gate_up", gate_up, (m, 2 * size))
         _expect("out", out, (m, size))
-        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), m, size, _threads())
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), m, size, self._threads())
         return out
 
     def rope_store(
@@ -230,7 +234,7 @@ class Kernels:
             num_kv_heads,
             head_dim,
             k_cache.shape[2],
-            _threads(),
+            self._threads(),
         )
 
     def attention(
@@ -285,7 +289,7 @@ class Kernels:
             scale,
             window or 0,
             out.data_ptr(),
-            _threads(),
+            self._threads(),
         )
         return out
 

@@ -377,7 +377,10 @@ void attend(const Call& c, int threads) {
     int64_t partial_floats;
     const std::vector<Task> tasks = tasks_of(c, units, threads, partial_floats);
     float* partials = scratch.reserve(partial_floats);
-    parallel_for(int64_t(tasks.size()), threads, [&](int64_t i) {
+    int64_t scores = 0;
+    for (const Task& task : tasks) scores += task.cost;
+    const bool alone = scores * c.dim * 2 < kWorthWaking / 4;
+    parallel_for(int64_t(tasks.size()), alone ? 1 : threads, [&](int64_t i) {
         const Unit& u = units[tasks[i].unit];
         if (u.split)
             run_one_partition(c, u, tasks[i].partition, partials);

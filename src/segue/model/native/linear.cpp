@@ -177,7 +177,9 @@ void run(const Product& p, int threads) {
     const int64_t panels = ceil_div(p.n, kPanel), row_blocks = ceil_div(p.m, b.row_block);
     const int64_t run = row_blocks > 1 ? b.panels_at_once : std::max<int64_t>(1, ceil_div(panels, threads * 4));
     const int64_t runs = ceil_div(panels, run);
-    parallel_for(row_blocks * runs, p.n * p.k < 16384 ? 1 : threads, [&](int64_t task) {
+    // A weight of half a megabyte is worth two readers even if each value is used once.
+    const bool alone = p.n * p.k < kWorthWaking / 8 && p.m * p.n * p.k < kWorthWaking;
+    parallel_for(row_blocks * runs, alone ? 1 : threads, [&](int64_t task) {
         const int64_t row0 = task / runs * b.row_block, row1 = std::min(p.m, row0 + b.row_block);
         const int64_t first = task % runs * run, last = std::min(panels, first + run);
         for (int64_t i = first; i < last; i += b.panels_at_once)

@@ -94,6 +94,10 @@ inline uint16_t to_bf16(float f) {
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// Below so many multiply-adds a call runs in one thread: tens of microseconds of work are done before a thread that has
+// fallen asleep is there, which can take milliseconds on a virtual machine.
+constexpr int64_t kWorthWaking = 1 << 20;
+
 // Indices are handed out one by one, so a preempted thread does not hold the others up. One thread, or one index,
 // runs in place: waking the pool costs more than small work.
 template <class Body>
