@@ -227,7 +227,8 @@ def _vllm(command: str) -> Iterator[Running]:
     with tempfile.TemporaryDirectory() as folder:
         _write_model(Path(folder))
         arguments = [
-            command, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "smollm2", "--dtype", "float32", "--block-size", "32",
+            command, "-m", "vllm.entrypoints.openai.api_server", "--model", folder,
+            "--served-model-name", "smollm2", "--dtype", "float32", "--block-size", "32",
             "--max-model-len", "2048", "--host", "127.0.0.1", "--port", str(port),
         ]  # fmt: skip
         with Running(arguments, f"http://127.0.0.1:{port}", env) as server:

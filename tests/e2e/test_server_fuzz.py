@@ -361,9 +361,6 @@ def test_the_bodies_they_are_made_from_are_valid(server):
         assert status == 200, (path, body, answer)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Service.run says 503, try again, to a request that is too large for an idle server"
-)
 def test_more_answers_than_the_server_ever_gives_are_the_clients_mistake(server):
     assert server.post("/v1/completions", {"prompt": ["x"] * 3, "n": 128, "max_tokens": 1})[0] == 400
 

@@ -22,6 +22,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 _OPEN_PATHS = ("/health", "/version", "/metrics", "/docs", "/openapi.json")
+_IMPORT_PATH = "/v1/requests/import"  # a request with its KV, of any size
 _log = logging.getLogger("segue.access")
 
 
@@ -33,8 +34,8 @@ class _Refused(HTTPException):
         super().__init__(status, message, {"connection": "close"})
 
 
-def _too_large(limits: Limits) -> _Refused:
-    return _Refused(413, f"a body has at most {limits.max_body_bytes} bytes")
+def _too_large(most_bytes: int) -> _Refused:
+    return _Refused(413, f"a body has at most {most_bytes} bytes")
 
 
 class Door:
@@ -55,8 +56,8 @@ class Door:
             if scope["path"] not in _OPEN_PATHS:
                 scope.setdefault("state", {})["gate"] = self._tenants.gate(headers.get("authorization"))
             length = headers.get("content-length", "0")
-            if length.isascii() and length.isdigit() and int(length[:20]) > self._limits.max_body_bytes:
-                raise _too_large(self._limits)
+            if length.isascii() and length.isdigit() and int(length[:20]) > passage.most_bytes:
+                raise _too_large(passage.most_bytes)
             await self._app(scope, passage.receive, passage.send)
         except SegueError as error:  # the key: what routes raise is answered further in
             extra = {"www-authenticate": "Bearer"} if error.status == 401 else {}
@@ -75,7 +76,9 @@ class _Passage:
         self._receive = receive
         self._send = send
         self._limits = limits
-        self._began = time.monotonic()
+        self._is_import = scope["path"] == _IMPORT_PATH
+        self.most_bytes = limits.max_import_bytes if self._is_import else limits.max_body_bytes
+        self._began = self._body_began = time.monotonic()
         self._num_bytes = 0
         self._whole = False
         self._status: int | None = None
@@ -84,15 +87,17 @@ class _Passage:
     async def receive(self) -> Message:
         if self._whole:
             return await self._receive()
-        left = self._began + self._limits.body_seconds - time.monotonic()
+        if self._is_import:
+            self._body_began = time.monotonic()  # it may take long, as long as it comes
+        left = self._body_began + self._limits.body_seconds - time.monotonic()
         try:
             message = await asyncio.wait_for(self._receive(), max(left, 0.0))
         except TimeoutError:
             raise _Refused(408, f"the body did not come within {self._limits.body_seconds:g} s") from None
         self._num_bytes += len(message.get("body", b""))
         self._whole = not message.get("more_body", False)
-        if self._num_bytes > self._limits.max_body_bytes:
-            raise _too_large(self._limits)
+        if self._num_bytes > self.most_bytes:
+            raise _too_large(self.most_bytes)
         return message
 
     async def send(self, message: Message) -> None:

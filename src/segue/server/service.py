@@ -188,6 +188,8 @@ class Service:
     async def encode(self, text: str, *, add_special: bool) -> list[int]:
         if not text:
             return []
+        if not text.isascii():
+            _check_unicode(text)
         if len(text) < _LONG_TEXT:
             return self.model.tokenizer.encode(text, add_special)
         return await asyncio.to_thread(self.model.tokenizer.encode, text, add_special)
@@ -212,6 +214,14 @@ class Service:
         if self.state_dir is None:
             raise InvalidRequest("name", "this server saves no states: start it with --state-dir")
         return StateStore(self.state_dir / (f"tenant-{gate.tenant.name.encode().hex()}" if gate.tenant.name else "all"))
+
+
+def _check_unicode(text: str) -> None:
+    """Half of a surrogate pair, which JSON can carry inside a string inside a string, is no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("messages", "it has half a surrogate pair in it, which is no text") from error
 
 
 def new_id(kind: str) -> str:

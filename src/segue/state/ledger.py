@@ -103,7 +103,7 @@ class StateLedger:
         owner, error = self._gone.get(state_id, ("", None))
         if state is None and error is not None and owner == salt:
             raise type(error)(*error.args)
-        raise UnknownState(f"no state or request {state_id!r} is known")
+        raise UnknownState(f"no state or request {state_id!r:.100} is known")
 
     def add(self, state: State) -> list[State]:
         """Enter a state under its id, in place of one that had it; the states that had to go, whose leases are the

@@ -201,7 +201,8 @@ def test_a_client_that_leaves(traces):
 
 
 def test_over_the_limit_of_the_server():
-    traces = Traces(max_requests=0)
+    traces = Traces(max_requests=1)
+    traces.service.num_sequences = 1
     assert traces.post(prompt=PROMPT).status_code == 503
     assert dict(traces.span().attributes)["segue.outcome"] == "failed"
 
