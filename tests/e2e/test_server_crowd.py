@@ -14,7 +14,9 @@ FIELDS = {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True
 
 @pytest.fixture(scope="module")
 def server():
-    with running("tiny", "--quiet") as started:
+    with running(
+        "tiny", "--quiet", "--num-blocks", "4000"
+    ) as started:  # every page is written soon: memory is flat then
         yield started
 
 
