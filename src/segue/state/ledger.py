@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from itertools import islice
 
 from segue.base.errors import ForgottenState, ParentFailed, StateError, UnknownState
@@ -68,8 +69,37 @@ class State:
         return len(self.tokens) * self.tokens.itemsize + len(self.keys) * _KEY_BYTES + _STATE_BYTES
 
 
+@dataclass(slots=True)
+class _Shelf:
+    """One tenant's states, the least recently used first, and which of them had no KV when last looked at."""
+
+    states: OrderedDict[str, State] = field(default_factory=OrderedDict)
+    without_kv: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    size_bytes: int = 0
+
+    def least_useful(self, newest: State) -> State | None:
+        """The least recently used without KV of its own; if all have some, the least recently used of them. All are looked at
+        only when none is known to be without, and then what is found is noted for the next times."""
+        if (found := self._first_without_kv(newest)) is not None:
+            return found
+        self.without_kv = OrderedDict.fromkeys(key for key, state in self.states.items() if not state.num_held)
+        return self._first_without_kv(newest) or next(
+            (state for state in self.states.values() if state is not newest), None
+        )
+
+    def _first_without_kv(self, newest: State) -> State | None:
+        for state_id in list(islice(self.without_kv, 8)):
+            state = self.states[state_id]
+            if state.num_held:
+                del self.without_kv[state_id]  # held again
+            elif state is not newest:
+                return state
+        return None
+
+
 class StateLedger:
-    """States by id, the least recently used given up first, those under a lease after all others.
+    """States by id. When there are too many, the tenant that has the most gives one up: its least recently used, those under
+    a lease after all others. So a tenant with less than its share loses none to another.
 
     What was given up, failed or was aborted is remembered by id only, for a while, so that whoever asks for it hears why.
     """
@@ -78,16 +108,17 @@ class StateLedger:
         self.max_states = max_states
         self.max_bytes = max_bytes
         self.size_bytes = 0
-        self._states: OrderedDict[str, State] = OrderedDict()
-        self._without_kv: OrderedDict[str, None] = OrderedDict()  # those that had none when last looked at
+        self._states: dict[str, State] = {}
+        self._shelves: dict[str, _Shelf] = {}  # by tenant
         self._gone: OrderedDict[str, tuple[str, StateError]] = OrderedDict()  # id -> its salt, what to say
 
     def __len__(self) -> int:
         return len(self._states)
 
     def all(self, salt: str) -> list[State]:
-        """A tenant's states, the least recently used first."""
-        return [state for state in self._states.values() if state.scope.salt == salt]
+        """The states with a salt, the least recently used first."""
+        shelf = self._shelves.get(Scope(salt).tenant)
+        return [] if shelf is None else [state for state in shelf.states.values() if state.scope.salt == salt]
 
     def get(self, state_id: str) -> State | None:
         return self._states.get(state_id)
@@ -96,9 +127,10 @@ class StateLedger:
         """The state, which now counts as used, or an error that says why there is none. Another tenant's does not exist."""
         state = self._states.get(state_id)
         if state is not None and state.scope.salt == salt:
-            self._states.move_to_end(state_id)
-            if state_id in self._without_kv:
-                self._without_kv.move_to_end(state_id)
+            shelf = self._shelves[state.scope.tenant]
+            shelf.states.move_to_end(state_id)
+            if state_id in shelf.without_kv:
+                shelf.without_kv.move_to_end(state_id)
             return state
         owner, error = self._gone.get(state_id, ("", None))
         if state is None and error is not None and owner == salt:
@@ -112,10 +144,12 @@ class StateLedger:
         if (replaced := self.remove(state.id)) is not None:
             given_up.append(replaced)
         self._gone.pop(state.id, None)
-        self._states[state.id] = state
+        shelf = self._shelves.setdefault(state.scope.tenant, _Shelf())
+        self._states[state.id] = shelf.states[state.id] = state
         if not state.num_held:
-            self._without_kv[state.id] = None
+            shelf.without_kv[state.id] = None
         self.size_bytes += state.size_bytes
+        shelf.size_bytes += state.size_bytes
         while len(self._states) > 1 and (len(self._states) > self.max_states or self.size_bytes > self.max_bytes):
             given_up.append(self._give_up(state))
         return given_up
@@ -123,7 +157,12 @@ class StateLedger:
     def remove(self, state_id: str) -> State | None:
         state = self._states.pop(state_id, None)
         if state is not None:
-            self._without_kv.pop(state_id, None)
+            shelf = self._shelves[state.scope.tenant]
+            del shelf.states[state_id]
+            shelf.without_kv.pop(state_id, None)
+            shelf.size_bytes -= state.size_bytes
+            if not shelf.states:
+                del self._shelves[state.scope.tenant]
             self.size_bytes -= state.size_bytes
         return state
 
@@ -140,21 +179,12 @@ class StateLedger:
         return chosen
 
     def _least_useful(self, newest: State) -> State:
-        """The least recently used without KV of its own; if all have some, the least recently used of them. All are looked at
-        only when none is known to be without, and then what is found is noted for the next times."""
-        if (found := self._first_without_kv(newest)) is not None:
-            return found
-        self._without_kv = OrderedDict.fromkeys(key for key, state in self._states.items() if not state.num_held)
-        return self._first_without_kv(newest) or next(state for state in self._states.values() if state is not newest)
-
-    def _first_without_kv(self, newest: State) -> State | None:
-        for state_id in list(islice(self._without_kv, 8)):
-            state = self._states[state_id]
-            if state.num_held:
-                del self._without_kv[state_id]  # held again
-            elif state is not newest:
-                return state
-        return None
+        """Of the tenant that has the most of what there is too much of. The newest state stays, whoever has it."""
+        if len(self._states) > self.max_states:
+            shelves = sorted(self._shelves.values(), key=lambda shelf: len(shelf.states), reverse=True)
+        else:
+            shelves = sorted(self._shelves.values(), key=lambda shelf: shelf.size_bytes, reverse=True)
+        return next(found for shelf in shelves if (found := shelf.least_useful(newest)) is not None)
 
     def _remember(self, state_id: str, salt: str, error: StateError) -> None:
         self._gone.pop(state_id, None)
