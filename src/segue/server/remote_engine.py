@@ -239,7 +239,7 @@ class RemoteEngine:
                 for message in frames.push(data):
                     self._hear(message)
         except ConnectionError:
-            pass
+            pass  # it ended without a word, which its status tells
         status = await asyncio.to_thread(self._reap, process)
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         self.failure = self.failure or f"the engine's process ended {how}"

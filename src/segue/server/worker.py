@@ -74,7 +74,8 @@ class EngineProcess:
         for end in (sock, self._wake_out, self._wake_in):
             end.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(sock, selectors.EVENT_READ)
+        self._wanted = selectors.EVENT_READ
+        self._selector.register(sock, self._wanted)
         self._selector.register(self._wake_out, selectors.EVENT_READ)
         self._exports: dict[str, Export] = {}
         self._open = True
@@ -87,11 +88,9 @@ class EngineProcess:
             "fork": self._fork,
             "hold": self._hold,
             "release": self._release,
-            "tokens": self._tokens,
             "commit_export": self._commit_export,
             "abort_export": self._abort_export,
             "quota": self._engine.set_lease_quota,
-            "forget": self._engine.forget,
             "check": self._engine.check,
         }
         self._slow_verbs: dict[str, Callable[..., Any]] = {
@@ -155,11 +154,13 @@ class EngineProcess:
                 if rest:
                     self._out.appendleft(rest)
         except BlockingIOError:
-            pass
+            pass  # the rest goes when there is room
         except OSError:
             self._open = False
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
-        self._selector.modify(self._sock, wanted)
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._selector.modify(self._sock, wanted)
 
     # What is asked
 
@@ -282,9 +283,6 @@ class EngineProcess:
 
     def _state(self, state_id: str, salt: str) -> StateInfo:
         return self._info(self._engine.state(state_id, salt=salt))
-
-    def _tokens(self, state_id: str, salt: str) -> bytes:
-        return self._engine.state(state_id, salt=salt).tokens.tobytes()
 
     def _fork(self, state_id: str, salt: str, at: int | str | None, new_id: str, hold: bool | float) -> StateInfo:
         return self._info(self._engine.fork(state_id, at, state_id=new_id, salt=salt, hold=hold))  # type: ignore[arg-type]
