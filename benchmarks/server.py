@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 STREAMS, TOKENS = 64, 200
+REST = 3.0  # seconds between chats
 PROMPT = "Tell a story about number {}."
 
 
@@ -168,14 +169,17 @@ def chat(rounds: int, vllm: str | None) -> None:
 
 
 def _play(servers: dict, rounds: int, results: dict) -> None:
+    """Every chat starts on a machine at rest: vLLM's threads stay busy for a second after its last token."""
     for number in range(rounds + 1):
         for name, (url, model, continued) in servers.items():
-            seconds = _five_turns(url, model, f"{name} {number}", continued)
+            time.sleep(REST)
+            seconds = _five_turns(url, model, f"Chat {number}", continued, salt=name)
             if number:  # the first round warms up
                 results.setdefault(name, []).append(seconds)
 
 
-def _five_turns(url: str, model: str, topic: str, continued: bool) -> list[float]:
+def _five_turns(url: str, model: str, topic: str, continued: bool, salt: str) -> list[float]:
+    """The same words for each server; the salt keeps one way of asking from finding what another has computed."""
     words = "the quick brown fox jumps over a lazy dog near the river while seven wise owls watch from an old oak tree "
     messages = [{"role": "user", "content": f"{topic}: {words * 4}"}]
     parent, seconds, text = None, [], ""
@@ -188,6 +192,7 @@ def _five_turns(url: str, model: str, topic: str, continued: bool) -> list[float
             "temperature": 0,
             "stream": True,
             "ignore_eos": True,
+            "cache_salt": salt,
         }
         if continued:
             body |= {"hold_seconds": 60} | ({"continuation_of": parent} if parent is not None else {})

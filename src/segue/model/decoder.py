@@ -56,12 +56,14 @@ class Decoder:
             qkv = ops.linear(x, layer.qkv, layer.qkv_bias, into="qkv")
             ops.rope_store(qkv, batch, k_cache, v_cache, layer.q_norm, layer.k_norm)
             x = ops.attention(qkv, batch, k_cache, v_cache, layer.window, into="attended")
+            if index == len(self._layers) - 1:  # nobody reads what the others become after their last KV
+                x, residual = x[batch.sample_rows], residual[batch.sample_rows]
             x = ops.linear(x, layer.o, layer.o_bias, into="hidden")
             x = ops.add_rms_norm(residual, x, layer.post_norm, eps, into="normed")
             x = ops.silu_mul(ops.linear(x, layer.gate_up, None, into="gate_up"), into="gated")
             x = ops.linear(x, layer.down, None, into="hidden")
             x = ops.add_rms_norm(residual, x, self._norm_after(index), eps, into="normed")
-        return ops.linear(x[batch.sample_rows], self._head, None, into="logits").float()
+        return ops.linear(x, self._head, None, into="logits").float()
 
     def _norm_after(self, index: int) -> Tensor:
         return self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._final_norm

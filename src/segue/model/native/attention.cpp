@@ -172,11 +172,10 @@ Ahead rows_ahead(const Call& c, const T* const* rows, int64_t first, int64_t cou
 
 template <class T>
 void score_rows(const Call& c, const Buffers& b, Range rows, int64_t used, const Located<T>& next) {
-    std::fill(b.scores + rows.begin * kTile, b.scores + rows.end * kTile, 0.0f);
     for (int64_t t = 0; t < used; t += kPanel)
         multiply_rows(rows.end - rows.begin, b.queries + rows.begin * c.dim, c.dim,
-                      FloatPanel{b.keys + t * c.dim, nullptr}, 0, c.dim, b.scores + rows.begin * kTile + t, kTile,
-                      rows_ahead(c, next.keys, t, kPanel));
+                      FloatPanel{b.keys + t * c.dim, nullptr}, 0, c.dim, from_zero(), b.scores + rows.begin * kTile + t,
+                      kTile, rows_ahead(c, next.keys, t, kPanel));
 }
 
 // Turns a row's scores into weights relative to its new peak, and rescales what it has summed so far.
@@ -191,7 +190,7 @@ __attribute__((noinline)) void soften(float* scores, Range seen, State s, int64_
     const float peak = std::max(s.peak[row], max_lanes(high));
     Vec total = {};
     for (int64_t t = 0; t < kTile; t += kWidth) {
-        const Vec weight = exp2_vec(load<Vec>(scores + t) - peak);
+        const Vec weight = exp2_down(load<Vec>(scores + t) - peak);
         store(scores + t, weight);
         total += weight;
     }
@@ -207,11 +206,12 @@ template <class T>
 void add_values(const Call& c, const Buffers& b, Range rows, Range seen, const Located<T>& next) {
     if (rows.empty()) return;
     const int64_t padded = c.padded_dim(), share = kTile * kPanel / padded;
-    for (int64_t d = 0; d < padded; d += kPanel)
+    for (int64_t d = 0; d < padded; d += kPanel) {
+        float* sums = b.state.sums + rows.begin * padded + d;
         multiply_rows(rows.end - rows.begin, b.scores + rows.begin * kTile, kTile,
-                      FloatPanel{b.values + d * kTile, nullptr}, seen.begin, seen.end,
-                      b.state.sums + rows.begin * padded + d, padded,
+                      FloatPanel{b.values + d * kTile, nullptr}, seen.begin, seen.end, Start{sums, padded}, sums, padded,
                       rows_ahead(c, next.values, d / kPanel * share, share));
+    }
 }
 
 // One tile of keys for every token that sees any of it. Tokens that see all of it go through the product together.

@@ -110,26 +110,19 @@ constexpr int64_t kNearBytes = 1024;
 // Rows [row0, row1) of one panel's columns, over [k0, k1). Whether a narrow panel is expanded
 // in place or beforehand, the numbers are the same.
 template <class Panel>
-void multiply_block(const Product& p, Panel panel, int64_t row0, int64_t row1, int64_t k0, int64_t k1, float* c,
-                    int64_t ldc) {
+void multiply_block(const Product& p, Panel panel, int64_t row0, int64_t row1, int64_t k0, int64_t k1, Start start,
+                    float* c, int64_t ldc) {
     const float* x = p.x + row0 * p.k;
     const bool one_tile = row1 - row0 <= std::min<int64_t>(kMaxRows, Panel::kInPlaceRows);
     const Ahead ahead = one_tile ? memory_ahead(panel, k0, k1, kNearBytes) : memory_ahead(panel, k1, 2 * k1 - k0, 0);
     if (row1 - row0 <= Panel::kInPlaceRows) {
-        multiply_rows(row1 - row0, x, p.k, panel, k0, k1, c, ldc, ahead);
+        multiply_rows(row1 - row0, x, p.k, panel, k0, k1, start, c, ldc, ahead);
         return;
     }
     static thread_local Scratch scratch;
     float* wide = scratch.reserve((k1 - k0 + 3) * kPanel);
     expand_block(panel, k0, k1, wide);
-    multiply_rows(row1 - row0, x + k0, p.k, FloatPanel{wide, nullptr}, 0, k1 - k0, c, ldc, ahead);
-}
-
-void start_with_bias(const Product& p, int64_t row0, int64_t row1, int64_t column, int64_t columns) {
-    for (int64_t row = row0; row < row1; ++row) {
-        float* c = p.out + row * p.n + column;
-        for (int64_t i = 0; i < columns; ++i) c[i] = p.bias ? p.bias[column + i] : 0.0f;
-    }
+    multiply_rows(row1 - row0, x + k0, p.k, FloatPanel{wide, nullptr}, 0, k1 - k0, start, c, ldc, ahead);
 }
 
 // The last panel may be wider than the output, so its tile is worked on beside it.
@@ -139,9 +132,11 @@ void multiply_edge(const Product& p, Panel panel, int64_t row0, int64_t row1, in
     float* tile = scratch.reserve((row1 - row0) * kPanel);
     const int64_t columns = p.n - column;
     for (int64_t row = row0; row < row1; ++row)
-        for (int64_t i = 0; i < kPanel; ++i)
-            tile[(row - row0) * kPanel + i] = i < columns ? p.out[row * p.n + column + i] : 0.0f;
-    multiply_block(p, panel, row0, row1, k0, k1, tile, kPanel);
+        for (int64_t i = 0; i < kPanel; ++i) {
+            const float* from = k0 > 0 ? p.out + row * p.n : p.bias;
+            tile[(row - row0) * kPanel + i] = from && i < columns ? from[column + i] : 0.0f;
+        }
+    multiply_block(p, panel, row0, row1, k0, k1, Start{tile, kPanel}, tile, kPanel);
     for (int64_t row = row0; row < row1; ++row)
         std::copy_n(tile + (row - row0) * kPanel, columns, p.out + row * p.n + column);
 }
@@ -151,13 +146,15 @@ void multiply_panels(const Product& p, int64_t row0, int64_t row1, int64_t panel
     for (int64_t k0 = 0; k0 < p.k; k0 += k_block) {
         const int64_t k1 = std::min(p.k, k0 + k_block);
         for (int64_t i = panel0; i < panel1; ++i) {
-            const int64_t column = i * kPanel, columns = std::min<int64_t>(kPanel, p.n - column);
-            if (k0 == 0) start_with_bias(p, row0, row1, column, columns);
+            const int64_t column = i * kPanel;
             const Panel panel = panel_at<Panel>(p, i);
-            if (columns == kPanel)
-                multiply_block(p, panel, row0, row1, k0, k1, p.out + row0 * p.n + column, p.n);
-            else
+            if (column + kPanel > p.n) {
                 multiply_edge(p, panel, row0, row1, k0, k1, column);
+                continue;
+            }
+            float* c = p.out + row0 * p.n + column;
+            const Start start = k0 > 0 ? Start{c, p.n} : p.bias ? Start{p.bias + column, 0} : from_zero();
+            multiply_block(p, panel, row0, row1, k0, k1, start, c, p.n);
         }
     }
 }

@@ -1,7 +1,7 @@
 // The one multiply-add loop of this folder: a tile of up to kMaxRows rows by kPanel columns held in registers.
 //
 // Every element of the tile is a single chain of fused multiply-adds over k in increasing order. The chain is read
-// from `c` and written back to it, so cutting k into blocks, or rows and columns into tiles, never changes a bit of
+// from memory and written back to it, so cutting k into blocks, or rows and columns into tiles, never changes a bit of
 // the result. This is what makes a row independent of the batch it is computed in.
 #pragma once
 
@@ -96,16 +96,27 @@ struct Ahead {
     int64_t bytes = 0;
 };
 
-// c[m][:] += sum over k in [k0, k1) of x[m][k] * panel[k][:]; k0 is a multiple of the panel's step. `stride` is how far
-// `next` moves for each of them.
+// What sums start from, one row of a panel's width for each row of the tile: themselves, or the same for all.
+struct Start {
+    const float* at;
+    int64_t stride;
+};
+
+inline Start from_zero() {
+    alignas(64) static const float zeros[kPanel] = {};
+    return {zeros, 0};
+}
+
+// c[m][:] = start[m][:] + sum over k in [k0, k1) of x[m][k] * panel[k][:]; k0 is a multiple of the panel's step. `stride`
+// is how far `next` moves for each of them.
 template <int kRows, class Panel>
 __attribute__((noinline)) void multiply_tile(const float* x, int64_t ldx, Panel panel, int64_t k0, int64_t k1,
-                                             float* c, int64_t ldc, const char* next, int64_t stride) {
+                                             Start start, float* c, int64_t ldc, const char* next, int64_t stride) {
     Vec acc[kRows][kVectors];
 #pragma GCC unroll 12
     for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) acc[m][v] = load<Vec>(c + m * ldc + v * kWidth);
+        for (int v = 0; v < kVectors; ++v) acc[m][v] = load<Vec>(start.at + m * start.stride + v * kWidth);
 
     constexpr int kStep = Panel::kStep;
     for (int64_t k = k0; k < k1;) {
@@ -134,7 +145,7 @@ __attribute__((noinline)) void multiply_tile(const float* x, int64_t ldx, Panel 
 }
 
 template <class Panel>
-using TileFn = void (*)(const float*, int64_t, Panel, int64_t, int64_t, float*, int64_t, const char*, int64_t);
+using TileFn = void (*)(const float*, int64_t, Panel, int64_t, int64_t, Start, float*, int64_t, const char*, int64_t);
 
 template <class Panel, class Heights>
 struct TileTable;
@@ -146,15 +157,16 @@ struct TileTable<Panel, std::integer_sequence<int, kRows...>> {
 
 // Any number of rows, in tiles of nearly equal height.
 template <class Panel>
-inline void multiply_rows(int64_t rows, const float* x, int64_t ldx, Panel panel, int64_t k0, int64_t k1, float* c,
-                          int64_t ldc, Ahead ahead = {}) {
+inline void multiply_rows(int64_t rows, const float* x, int64_t ldx, Panel panel, int64_t k0, int64_t k1, Start start,
+                          float* c, int64_t ldc, Ahead ahead = {}) {
     typedef TileTable<Panel, std::make_integer_sequence<int, kMaxRows>> Tiles;
     const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
     const int64_t steps = (k1 - k0 + Panel::kStep - 1) / Panel::kStep;
     const int64_t stride = (ahead.bytes + tiles * steps - 1) / (tiles * steps);
     for (int64_t t = 0, row = 0; t < tiles; ++t) {
         const int height = int((rows - row + tiles - t - 1) / (tiles - t));
-        Tiles::at[height - 1](x + row * ldx, ldx, panel, k0, k1, c + row * ldc, ldc, ahead.at, stride);
+        const Start here{start.at + row * start.stride, start.stride};
+        Tiles::at[height - 1](x + row * ldx, ldx, panel, k0, k1, here, c + row * ldc, ldc, ahead.at, stride);
         ahead.at += steps * stride;
         row += height;
     }
