@@ -32,6 +32,7 @@ bench: $(VENV)/.installed-dev  ## add VLLM=path/to/python to measure vLLM beside
 	$(BIN)/python benchmarks/bookkeeping.py $(if $(VLLM),--vllm-python $(VLLM))
 	$(BIN)/python benchmarks/states.py
 	$(BIN)/python benchmarks/cpu.py $(if $(VLLM),--vllm-python $(VLLM))
+	$(BIN)/python benchmarks/server.py $(if $(VLLM),--vllm-python $(VLLM))
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -116,6 +116,19 @@ def test_a_quota_is_the_tenants_alone(server):
     assert len(held[B]) >= 5
 
 
+def test_a_tenants_states_outlive_a_flood_of_anothers_work(tmp_path):
+    (tmp_path / "keys.toml").write_text(KEYS)
+    options = ["--keys", str(tmp_path / "keys.toml"), "--num-blocks", "81", "--max-model-len", "512"]
+    with running("tiny", *options, env={"SEGUE_API_KEYS": "key-from-outside"}) as small:  # shares of 12 blocks of 80
+        mine = complete(small, "key-from-outside", "x" * 150, hold_seconds=600)[2]["id"]
+        before = small.get(f"/v1/states/{mine}", key="key-from-outside")[2]["num_held"]
+        for number in range(12):
+            assert complete(small, B, chr(97 + number) * 400, hold_seconds=600)[0] == 200
+        assert small.metric("revoked_blocks_total") > 50
+        after = small.get(f"/v1/states/{mine}", key="key-from-outside")[2]
+        assert after["num_held"] == before > 140
+
+
 def test_a_tenant_over_its_limits_is_told_when_to_come_back(server):
     statuses = [complete(server, "key-of-the-slow-one", "x")[:2] for _ in range(3)]
     assert [status for status, _ in statuses] == [200, 429, 429]

@@ -82,8 +82,13 @@ class EngineCore(EngineLoop):
             self._desk.release(self._find(state, salt))
 
     def set_lease_quota(self, tenant: str, num_blocks: int | None) -> None:
-        """How many blocks one tenant may hold beyond its running requests; None: no limit. Applies to the next hold."""
-        self.kv.leases.quotas[tenant] = num_blocks
+        """How many blocks one tenant may hold beyond its running requests; None: no limit. Applies to the next hold.
+
+        The tenants named here have equal shares of what the longest request leaves of the pool: what a tenant holds within
+        its share, only its own work can take back.
+        """
+        longest = self.kv.blocks_for(self.config.max_sequence_len)
+        self.kv.leases.set_quota(tenant, num_blocks, spare=self.config.num_blocks - 1 - longest)
 
     def save(
         self, state: State | str, path: str | Path, *, salt: str | None = None, note: Mapping[str, Any] | None = None

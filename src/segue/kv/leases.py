@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
-from typing import Literal
+from heapq import heapify, heappop, heappush, merge
+from typing import Literal, NamedTuple
 
 from segue.base.types import Scope
 from segue.kv.events import Ended, KVEvent, Leased, Renewed, Revoked
@@ -45,30 +45,46 @@ class Lease:
 
     @property
     def worth(self) -> tuple[bool, float, int]:
-        """The least is reclaimed first: the wanted last, then by value, then by age."""
+        """Of one tenant's, the least is reclaimed first: the wanted last, then by value, then by age."""
         return (self.num_heirs > 0, self.value, self.id)
+
+
+class Giver(NamedTuple):
+    """A lease that memory is to be taken from: all but its first `kept` blocks."""
+
+    lease: Lease
+    kept: int
 
 
 class Leases:
     """All leases that still hold something, in the order in which memory is taken back from them.
 
-    A lease is never a reason that work cannot run: whoever needs blocks calls `reclaim`. `totals` counts each tenant's
-    blocks, once per lease that holds them; a tenant whose leases hold more different blocks than its quota loses from
-    its own.
+    A lease is never a reason that work cannot run: whoever needs blocks calls `reclaim`. The tenant that holds most gives
+    first; of its leases the cheapest, from the tail. What a tenant holds within its `share`, the dearest leases first, is
+    taken back for its own work only:
+
+        its leases   |-- dearest --|----- -----|----- -----|-- cheapest --|
+        own work     <-----------------------------------------------------   takes from the right
+        others'                            <-------------------------------
+                     0                   share
+
+    `totals` counts each tenant's blocks, once per lease that holds them; a tenant whose leases hold more different blocks
+    than its quota loses from its own.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, emit: Callable[[KVEvent], None]) -> None:
         self.default_quota: int | None = None
         self.quotas: dict[str, int | None] = {}  # by tenant
+        self.share = 0  # blocks
         self.totals: Counter[str] = Counter()
         self._pool = pool
         self._block_size = block_size
         self._emit = emit
         self._leases: dict[int, Lease] = {}
-        self._order: list[tuple[bool, float, int]] = []  # every lease's worth
+        self._orders: dict[str, list[tuple[bool, float, int]]] = {}  # by tenant: its leases' worths
         self._expiries: list[tuple[float, int]] = []  # a heap; may name leases that were renewed or have ended
         self._outstanding: dict[int, Lease] = {}  # ended, with blocks still lent
-        self._refused: tuple[int, int] | None = None  # what could not be had, and when: `_pool.num_releases`
+        self._refused: dict[str, tuple[int, int]] = {}  # what a tenant could not have, and when: `_pool.num_releases`
         self._last_id = 0
 
     def __len__(self) -> int:
@@ -84,6 +100,12 @@ class Leases:
     @property
     def num_blocks(self) -> int:
         return sum(len(lease.blocks) for lease in self)
+
+    def set_quota(self, tenant: str, num_blocks: int | None, spare: int) -> None:
+        """Applies to the tenant's next lease. Those who have a quota share `spare` blocks out among themselves."""
+        self.quotas[tenant] = num_blocks
+        self.share = max(spare, 0) // len(self.quotas)
+        self._refused.clear()
 
     # One lease's life
 
@@ -101,7 +123,7 @@ class Leases:
     ) -> Lease:
         """One more holder for `blocks`, which the lease takes over as its own array."""
         self._pool.retain(blocks)
-        self._refused = None
+        self._refused.clear()
         self._last_id += 1
         lease = Lease(
             self._last_id,
@@ -116,7 +138,7 @@ class Leases:
         )
         self._leases[lease.id] = lease
         self._charge(lease, len(blocks))
-        insort(self._order, lease.worth)
+        insort(self._orders.setdefault(scope.tenant, []), lease.worth)
         self._note_expiry(lease)
         self._emit(Leased(lease.id, len(blocks)))
         self._enforce_quota(scope.tenant)
@@ -177,7 +199,7 @@ class Leases:
 
     def give_back(self, lease: Lease, num_blocks: int) -> None:
         del lease.loans[bisect_left(lease.loans, num_blocks)]
-        self._refused = None
+        self._refused.clear()
         if lease.id in self._outstanding and self._outstanding[lease.id] is lease:
             unused = lease.blocks[lease.num_lent :]
             del lease.blocks[lease.num_lent :]
@@ -203,68 +225,89 @@ class Leases:
         """When to look again: never later than the next lease's end."""
         return self._expiries[0][0] if self._expiries else None
 
-    def reclaim(self, num_free: int, now: float) -> bool:
-        """Shrink leases, each from its tail, until `num_free` blocks are free. False, and nothing but what expired is
-        taken, when all the leases together could not give that much."""
+    def reclaim(self, num_free: int, now: float, tenant: str = "") -> bool:
+        """Shrink leases, each from its tail, until `num_free` blocks are free for work of `tenant`. False, and nothing but
+        what expired is taken, when the leases it may take from could not give that much."""
         if self._pool.num_free >= num_free:
             return True
         self.expire(now)
         wanted = num_free - self._pool.num_free
-        if not self._leases or self._is_refused(wanted):
+        if not self._leases or self._is_refused(tenant, wanted):
             return wanted <= 0
-        victims = self._unshared_tails(wanted)
+        victims = self._unshared_tails(tenant, wanted)
         if victims is not None:
             self._shrink(victims, num_free)
             return True
-        held = Counter(block for lease in self for block in lease.blocks)
+        givers = list(self._givers(tenant))
+        held = Counter(block for lease, _ in givers for block in lease.blocks)
         only_leased = {block for block, count in held.items() if self._pool.ref_count[block] == count}
-        only_leased.difference_update(*(lease.blocks[: lease.num_lent] for lease in self))
+        only_leased.difference_update(*(lease.blocks[:kept] for lease, kept in givers))
         if len(only_leased) < wanted:
-            self._refused = (wanted, self._pool.num_releases)
+            self._refused[tenant] = (wanted, self._pool.num_releases)
             return False
-        everyone = [self._leases[lease_id] for _, _, lease_id in self._order]
-        self._take_back(everyone, lambda _: self._pool.num_free >= num_free, only_leased.__contains__, "pressure")
+        self._take_back(givers, lambda _: self._pool.num_free >= num_free, only_leased.__contains__, "pressure")
         return True
 
-    def _is_refused(self, wanted: int) -> bool:
-        """As much could not be had before, and since then nothing was let go that would change it."""
-        return self._refused is not None and self._refused[1] == self._pool.num_releases and wanted >= self._refused[0]
+    def _givers(self, tenant: str) -> Iterator[Giver]:
+        """What work of `tenant` may take from, in that order. Valid until the next change."""
+        offers = (self._offers(other, 0 if other == tenant else self.share) for other in self._orders)
+        return (Giver(self._leases[lease_id], kept) for *_, lease_id, kept in merge(*offers))
 
-    def _unshared_tails(self, wanted: int) -> list[Lease] | None:
+    def _offers(self, tenant: str, safe: int) -> Iterator[tuple[bool, int, float, int, int]]:
+        """A tenant's leases beyond its first `safe` blocks, ranked by how many it holds up to and with each."""
+        held = self.totals[tenant]
+        for wanted, value, lease_id in self._orders[tenant]:
+            lease = self._leases[lease_id]
+            if lease.transient:
+                yield wanted, -held, value, lease_id, lease.num_lent
+                continue
+            if held <= safe:
+                continue
+            below = held - len(lease.blocks)
+            yield wanted, -held, value, lease_id, max(safe - below, lease.num_lent)
+            held = below
+
+    def _is_refused(self, tenant: str, wanted: int) -> bool:
+        """As much could not be had before, and since then nothing was let go that would change it."""
+        least, when = self._refused.get(tenant, (0, None))
+        return when == self._pool.num_releases and wanted >= least
+
+    def _unshared_tails(self, tenant: str, wanted: int) -> list[Giver] | None:
         """The first leases whose tails, held by nobody else, come to `wanted` blocks. None if all of them do not, or if a
         dearer one would come before a cheaper one whose tail is shared."""
         refs = self._pool.ref_count
         victims, found = [], 0
-        passed_over: tuple[bool, float] | None = None
-        for heirs, value, lease_id in self._order:
-            if passed_over is not None and (heirs, value) > passed_over:
+        passed_over: tuple[str, bool, float] | None = None
+        for giver in self._givers(tenant):
+            lease, kept = giver
+            rank = (lease.scope.tenant, lease.num_heirs > 0, lease.value)
+            if passed_over is not None and rank != passed_over:
                 return None
-            lease = self._leases[lease_id]
-            victims.append(lease)
-            for block in reversed(lease.blocks[lease.num_lent :]):
+            victims.append(giver)
+            for block in reversed(lease.blocks[kept:]):
                 if found >= wanted:
                     break
                 if refs[block] > 1:
-                    passed_over = (heirs, value)
+                    passed_over = rank
                     break
                 found += 1
             if found >= wanted:
                 return victims
         return None
 
-    def _shrink(self, leases: Iterable[Lease], num_free: int) -> None:
+    def _shrink(self, givers: Iterable[Giver], num_free: int) -> None:
         """Take unshared tails until there is enough."""
         pool, refs = self._pool, self._pool.ref_count
-        for lease in leases:
-            blocks, lent, had = lease.blocks, lease.num_lent, len(lease.blocks)
-            while len(blocks) > lent and pool.num_free < num_free and refs[blocks[-1]] == 1:
+        for lease, kept in givers:
+            blocks, had = lease.blocks, len(lease.blocks)
+            while len(blocks) > kept and pool.num_free < num_free and refs[blocks[-1]] == 1:
                 pool.release((blocks.pop(),))
             if len(blocks) < had:
                 self._lost(lease, had - len(blocks), "pressure")
 
     def _take_back(
         self,
-        leases: list[Lease],
+        givers: list[Giver],
         enough: Callable[[int], bool],
         useful: Callable[[int], bool],
         why: Literal["pressure", "quota"],
@@ -273,13 +316,13 @@ class Leases:
         them at once; at one that is not `useful` to take, none of those below it would be."""
         dearest: dict[int, int] = {}
         ending: dict[int, list[Lease]] = {}  # block -> the leases of which it is the last
-        for position, lease in enumerate(leases):
+        for position, (lease, _) in enumerate(givers):
             dearest.update(dict.fromkeys(lease.blocks, position))
             ending.setdefault(lease.blocks[-1], []).append(lease)
         lost: Counter[int] = Counter()
         num_taken = 0
-        for position, lease in enumerate(leases):
-            while len(lease.blocks) > lease.num_lent and not enough(num_taken):
+        for position, (lease, kept) in enumerate(givers):
+            while len(lease.blocks) > kept and not enough(num_taken):
                 block = lease.blocks[-1]
                 if dearest[block] > position or not useful(block):
                     break
@@ -289,7 +332,7 @@ class Leases:
                     lost[holder.id] += 1
                     if holder.blocks:
                         ending.setdefault(holder.blocks[-1], []).append(holder)
-        for lease in leases:
+        for lease, _ in givers:
             if lost[lease.id]:
                 self._lost(lease, lost[lease.id], why)
 
@@ -298,12 +341,12 @@ class Leases:
         quota = self.quotas.get(tenant, self.default_quota)
         if quota is None or self.totals[tenant] <= quota:
             return
-        own = [self._leases[lease_id] for _, _, lease_id in self._order]
-        own = [lease for lease in own if lease.scope.tenant == tenant and not lease.transient and lease.blocks]
-        different = {block for lease in own for block in lease.blocks}
-        lent = {block for lease in own for block in lease.blocks[: lease.num_lent]}
+        own = [self._leases[lease_id] for _, _, lease_id in self._orders.get(tenant, ())]
+        givers = [Giver(lease, lease.num_lent) for lease in own if not lease.transient and lease.blocks]
+        different = {block for lease, _ in givers for block in lease.blocks}
+        lent = {block for lease, kept in givers for block in lease.blocks[:kept]}
         surplus = len(different) - quota
-        self._take_back(own, lambda num_taken: num_taken >= surplus, lambda block: block not in lent, "quota")
+        self._take_back(givers, lambda num_taken: num_taken >= surplus, lambda block: block not in lent, "quota")
 
     def _lost(self, lease: Lease, num_blocks: int, why: Literal["pressure", "quota"]) -> None:
         """`blocks` is shorter by this much already."""
@@ -317,17 +360,20 @@ class Leases:
 
     def order_agrees(self) -> bool:
         """For `check()`."""
-        return self._order == sorted(lease.worth for lease in self)
+        worths: dict[str, list[tuple[bool, float, int]]] = {}
+        for lease in self:
+            worths.setdefault(lease.scope.tenant, []).append(lease.worth)
+        return self._orders == {tenant: sorted(found) for tenant, found in worths.items()}
 
     @contextmanager
     def _reordered(self, lease: Lease) -> Iterator[None]:
         """Around a change of what decides a lease's place; one that has ended has none."""
-        present = lease in self
-        if present:
-            del self._order[bisect_left(self._order, lease.worth)]
+        order = self._orders[lease.scope.tenant] if lease in self else None
+        if order is not None:
+            del order[bisect_left(order, lease.worth)]
         yield
-        if present:
-            insort(self._order, lease.worth)
+        if order is not None:
+            insort(order, lease.worth)
             self._note_expiry(lease)
 
     def _note_expiry(self, lease: Lease) -> None:
@@ -347,7 +393,10 @@ class Leases:
     def _forget(self, lease: Lease) -> None:
         """Out of the ledger, with nothing held."""
         del self._leases[lease.id]
-        del self._order[bisect_left(self._order, lease.worth)]
+        order = self._orders[lease.scope.tenant]
+        del order[bisect_left(order, lease.worth)]
+        if not order:
+            del self._orders[lease.scope.tenant]
         self._charge(lease, -len(lease.blocks))
         lease.blocks = array("i")
         lease.num_computed = 0

@@ -148,7 +148,7 @@ class KVManager:
             self.leases.lend(lender, borrowed)
         pool.retain(found)
         pool.retain(tail)
-        if not self.leases.reclaim(needed, now):
+        if not self.leases.reclaim(needed, now, table.scope.tenant):
             pool.release(tail)
             pool.release(found)
             if lender is not None and borrowed:
@@ -190,7 +190,9 @@ class KVManager:
         if not missing and first is not None and self._refs[first] == 1 and self._parents[first] is None:
             return _NOTHING_NEEDED  # fifteen of sixteen decode steps
         shared = first is not None and self._visible_to_others(first)
-        if (missing or shared) and not self.leases.reclaim(missing + shared, now):
+        if (missing or shared) and not self.leases.reclaim(
+            missing + shared, now, table.scope.tenant
+        ):
             return None
         if first is not None and not shared and self._index.parent[first] is not None:
             self._evict(first)  # a tail of ours alone: its longer successor will be indexed when it is full

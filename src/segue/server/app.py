@@ -31,8 +31,7 @@ def create_app(service: Service) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.engine.start()
         for tenant in service.tenants:
-            if tenant.lease_quota is not None:
-                service.engine.greet("quota", tenant=tenant.name, num_blocks=tenant.lease_quota)
+            service.engine.greet("quota", tenant=tenant.name, num_blocks=tenant.lease_quota)
         try:
             yield
         finally:

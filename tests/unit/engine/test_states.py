@@ -466,6 +466,38 @@ def test_a_tenant_over_its_quota_loses_from_its_own_leases():
     engine.check()
 
 
+def flood(engine, salt, count=12):
+    """More work of one tenant than memory holds at once, each answer held for good measure."""
+    for number in range(count):
+        engine.submit([number % 40, *PROMPT, *PROMPT], greedy(30), salt=salt, hold=True)
+    while engine.has_work:
+        engine.step()
+        engine.check()
+
+
+def test_a_tenants_share_is_out_of_reach_of_the_others_work():
+    engine = make(num_blocks=80, max_model_len=100)  # 25 blocks for the longest request, 54 to share
+    for tenant in ("a", "b", "c"):
+        engine.set_lease_quota(tenant, None)
+    older = hold(engine, salt="a")  # 10 blocks each, a share is 18, and of two alike the newer one is the dearer
+    mine = hold(engine, [41, *PROMPT], salt="a")
+    flood(engine, "b")
+    assert (mine.num_held, older.num_held) == (38, 32)
+    answer, num_computed, _ = computed(engine, lambda: engine.continue_(mine, [7], greedy(2), salt="a"))
+    assert num_computed == 3 and answer.token_ids == expected([*mine.tokens, 7], 2)
+    flood(engine, "a")
+    assert mine.num_held == 0, "its own work may take it"
+
+
+def test_without_shares_a_flood_takes_from_itself_first():
+    engine = make(num_blocks=80)
+    mine = hold(engine, salt="a")
+    held = [hold(engine, [number, *PROMPT], salt="b") for number in range(6)]
+    new = [hold(engine, [48 + number, *PROMPT], salt="c") for number in range(2)]
+    assert mine.num_held == 37 and all(state.num_held == 38 for state in new)
+    assert held[0].num_held < 38 and all(state.num_held == 38 for state in held[2:]), "the oldest first"
+
+
 # Move
 
 
