@@ -166,12 +166,18 @@ def chat(rounds: int, vllm: str | None) -> None:
         for name in ("plain history", "continuation"):
             ratios = [mine / other for mine, other in zip(medians[name][1:], theirs[1:], strict=True)]
             print(f"  {name} over vLLM, turns 2 to 5: " + " ".join(f"{ratio:.2f}" for ratio in ratios))
+    ratios = [_median_ratio(results["continuation"], results["plain history"], turn) for turn in range(1, 5)]
+    print("  continuation over plain, median of the rounds: " + " ".join(f"{ratio:.2f}" for ratio in ratios))
+
+
+def _median_ratio(ours: list[list[float]], theirs: list[list[float]], turn: int) -> float:
+    return statistics.median(a[turn] / b[turn] for a, b in zip(ours, theirs, strict=True))
 
 
 def _play(servers: dict, rounds: int, results: dict) -> None:
     """Every chat starts on a machine at rest: vLLM's threads stay busy for a second after its last token."""
     for number in range(rounds + 1):
-        for name, (url, model, continued) in servers.items():
+        for name, (url, model, continued) in sorted(servers.items(), reverse=bool(number % 2)):
             time.sleep(REST)
             seconds = _five_turns(url, model, f"Chat {number}", continued, salt=name)
             if number:  # the first round warms up

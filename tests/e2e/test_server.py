@@ -167,6 +167,11 @@ def test_responses_remember_what_was_said(client, server):
     assert deltas == events[-1].response.output_text
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
+    salted = server.post("/v1/responses", {"input": "Hi", "max_output_tokens": 2, "cache_salt": "mine"})[2]["id"]
+    paths = [f"/v1/responses/{salted}", f"/v1/responses/{salted}?cache_salt=mine"]
+    assert [server.get(path)[0] for path in paths] == [404, 200]
+    assert [server.request("DELETE", path)[0] for path in paths] == [404, 200]
+
     unstored = client.responses.create(model="tiny", input="Hi", store=False, max_output_tokens=2)
     with pytest.raises(openai.APIStatusError) as refused:
         client.responses.create(model="tiny", input="again", previous_response_id=unstored.id)

@@ -190,9 +190,7 @@ class KVManager:
         if not missing and first is not None and self._refs[first] == 1 and self._parents[first] is None:
             return _NOTHING_NEEDED  # fifteen of sixteen decode steps
         shared = first is not None and self._visible_to_others(first)
-        if (missing or shared) and not self.leases.reclaim(
-            missing + shared, now, table.scope.tenant
-        ):
+        if (missing or shared) and not self.leases.reclaim(missing + shared, now, table.scope.tenant):
             return None
         if first is not None and not shared and self._index.parent[first] is not None:
             self._evict(first)  # a tail of ours alone: its longer successor will be indexed when it is full

@@ -30,7 +30,7 @@ def create_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.engine.start()
-        for tenant in service.tenants:
+        for tenant in service.tenants if not service.tenants.open_to_all else ():
             service.engine.greet("quota", tenant=tenant.name, num_blocks=tenant.lease_quota)
         try:
             yield

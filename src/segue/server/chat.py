@@ -126,7 +126,8 @@ def remember(service: Service, turn: Turn, generation: Generation, choice: int, 
     state = generation.states.get(choice)
     if state is not None and turn.messages is not None and turn.tokens is not None:
         tokens = turn.tokens + array("i", generation.output(choice))
-        service.conversations.add(state.id, turn.call.salt, [*turn.messages, answer], tokens)
+        kept = Conversation([*turn.messages, answer], tokens)
+        service.conversations.add(state.id, turn.call.salt, kept, kept.size_bytes)
 
 
 def as_template_message(message: Message) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -23,12 +24,13 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 _OPEN_PATHS = ("/health", "/version", "/metrics", "/docs", "/openapi.json")
 _IMPORT_PATH = "/v1/requests/import"  # a request with its KV, of any size
+_LINGER_SECONDS = 2.0
 _log = logging.getLogger("segue.access")
 
 
 class _Refused(HTTPException):
     """About a body. FastAPI lets this kind through, and makes of any other that comes while it reads a 400 of its own. The
-    rest of the body is not read: the connection ends."""
+    rest of the body is not used: the connection ends."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message, {"connection": "close"})
@@ -107,10 +109,27 @@ class _Passage:
             self._request_id = headers.get(b"x-request-id", self._request_id.encode()).decode("latin-1")
             if b"x-request-id" not in headers:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id.encode())]
+        elif self._refused_midway() and not message.get("more_body", False):
+            await self._send({**message, "more_body": True})
+            await self._linger()
+            message = {"type": "http.response.body"}
         await self._send(message)
 
+    def _refused_midway(self) -> bool:
+        """A client that sends nothing (408) is not waited for again."""
+        return self._status is not None and self._status >= 400 and self._status != 408 and not self._whole
+
+    async def _linger(self) -> None:
+        """Read on for a moment: a connection that is closed with bytes unread is reset, and the client that is still busy
+        sending them may never see its answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_SECONDS):
+                while not self._whole:
+                    message = await self._receive()
+                    self._whole = not message.get("more_body", False)
+
     async def refuse(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
-        """If nothing was answered yet. The rest of the body is not read: the connection ends."""
+        """If nothing was answered yet. The rest of the body is not used: the connection ends."""
         if self._status is None:
             response = JsonResponse(content, status, {"connection": "close"} | (headers or {}))
             await response(self._scope, self._receive, self.send)

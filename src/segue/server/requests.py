@@ -24,11 +24,11 @@ from segue.server.fields import CompletionBody
 from segue.server.generation import Generation
 from segue.server.remote_engine import Answering, Call
 from segue.server.reply import reply
+from segue.server.scope import QueriedSalt
 from segue.server.service import Service, new_id
 from segue.server.sse import ByteStream, JsonResponse
 from segue.server.tenants import Gate
 
-Salt = Annotated[str, Query(max_length=256)]
 _READ_BYTES = 1 << 20
 
 
@@ -72,68 +72,65 @@ def requests(service: Service) -> APIRouter:
     router = APIRouter()
     exports = Exports(service, service.limits.export_seconds)
 
-    def salt_of(request: Request, cache_salt: str) -> str:
-        gate: Gate = request.state.gate
-        return gate.tenant.salt(cache_salt)
-
     @router.post("/v1/requests/{request_id}/export")
-    async def export(request_id: str, request: Request, cache_salt: Salt = "") -> Response:
-        salt = salt_of(request, cache_salt)
-        folder = tempfile.TemporaryDirectory(prefix="segue-export-")
-        path = Path(folder.name, "request.segue")
-        try:
-            size = await service.engine.ask("export", request_id=request_id, salt=salt, path=str(path))
-        except BaseException:
-            folder.cleanup()
-            raise
-        exports.add(request_id, salt)
-
-        num_sent = 0
-
-        async def content() -> AsyncIterator[bytes]:
-            nonlocal num_sent
-            with open(path, "rb") as file:
-                while data := await asyncio.to_thread(file.read, _READ_BYTES):
-                    num_sent += len(data)
-                    yield data
-
-        def close() -> None:
-            """A client that has it all may leave before we see the end of the file: it will commit."""
-            folder.cleanup()
-            if num_sent < size:
-                exports.abort(request_id)
-
-        return ByteStream(content(), close, size)
+    async def export(request_id: str, salt: QueriedSalt) -> Response:
+        return await _export(service, exports, request_id, salt)
 
     @router.post("/v1/requests/{request_id}/export/commit")
-    async def commit(request_id: str, request: Request, cache_salt: Salt = "") -> Response:
-        await exports.end(request_id, salt_of(request, cache_salt), "commit_export")
+    async def commit(request_id: str, salt: QueriedSalt) -> Response:
+        await exports.end(request_id, salt, "commit_export")
         return JsonResponse({"id": request_id, "moved": True})
 
     @router.post("/v1/requests/{request_id}/export/abort")
-    async def abort(request_id: str, request: Request, cache_salt: Salt = "") -> Response:
-        await exports.end(request_id, salt_of(request, cache_salt), "abort_export")
+    async def abort(request_id: str, salt: QueriedSalt) -> Response:
+        await exports.end(request_id, salt, "abort_export")
         return JsonResponse({"id": request_id, "moved": False})
 
     @router.post("/v1/requests/import")
     async def import_(
         request: Request,
-        cache_salt: Salt = "",
+        salt: QueriedSalt,
         stream: bool = False,
         hold_seconds: Annotated[float | None, Query(ge=0, le=1e9, allow_inf_nan=False)] = None,
     ) -> Response:
         """The rest of the answer, as of /v1/completions."""
-        gate: Gate = request.state.gate
         answer_id = new_id("cmpl")
         with tempfile.TemporaryDirectory(prefix="segue-import-") as folder:
             path = Path(folder, "request.segue")
             await _receive(request, path)
-            hold = hold_seconds or False
-            call = Call(answer_id, [], SamplingParams(), salt_of(request, cache_salt), hold=hold, imported=True)
+            call = Call(answer_id, [], SamplingParams(), salt, hold=hold_seconds or False, imported=True)
             format = Format(service, CompletionBody.model_validate({"prompt": "-"}), answer_id, [""])
-            return await reply(request, _run(service, gate, call, path), format, answer_id, stream=stream)
+            running = _run(service, request.state.gate, call, path)
+            return await reply(request, running, format, answer_id, stream=stream)
 
     return router
+
+
+async def _export(service: Service, exports: Exports, request_id: str, salt: str) -> Response:
+    folder = tempfile.TemporaryDirectory(prefix="segue-export-")
+    path = Path(folder.name, "request.segue")
+    try:
+        size = await service.engine.ask("export", request_id=request_id, salt=salt, path=str(path))
+    except BaseException:
+        folder.cleanup()
+        raise
+    exports.add(request_id, salt)
+    num_sent = 0
+
+    async def content() -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        with open(path, "rb") as file:
+            while data := await asyncio.to_thread(file.read, _READ_BYTES):
+                num_sent += len(data)
+                yield data
+
+    def close() -> None:
+        """A client that has it all may leave before we see the end of the file: it will commit."""
+        folder.cleanup()
+        if num_sent < size:
+            exports.abort(request_id)
+
+    return ByteStream(content(), close, size)
 
 
 async def _receive(request: Request, path: Path) -> None:

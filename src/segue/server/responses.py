@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, model_validator
 
@@ -17,12 +17,12 @@ from segue.server.failures import error_json
 from segue.server.fields import Body, Message, StateFields
 from segue.server.generation import Generation, Piece, state_json
 from segue.server.reply import reply
+from segue.server.scope import QueriedSalt
 from segue.server.service import Service, new_id
 from segue.server.sse import JsonResponse, event
 from segue.server.tenants import Gate
 
 Item = dict[str, Any]
-_MOST_STORED = 1024
 
 
 class TextFormat(Body):
@@ -68,31 +68,8 @@ class ResponsesBody(StateFields):
         return self
 
 
-class Stored:
-    """Responses that can be asked for again, by tenant; the oldest are given up first."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[str, Item]] = OrderedDict()
-
-    def add(self, salt: str, response: Item) -> None:
-        self._kept[response["id"]] = salt, response
-        while len(self._kept) > _MOST_STORED:
-            self._kept.popitem(last=False)
-
-    def get(self, salt: str, response_id: str) -> Item:
-        owner, response = self._kept.get(response_id, (None, None))
-        if response is None or owner != salt:
-            raise UnknownState(f"no response {response_id!r:.100} is known")
-        return response
-
-    def remove(self, salt: str, response_id: str) -> None:
-        self.get(salt, response_id)
-        del self._kept[response_id]
-
-
 def responses(service: Service) -> APIRouter:
     router = APIRouter()
-    stored = Stored()
 
     @router.post("/v1/responses")
     async def respond(body: ResponsesBody, request: Request) -> Response:
@@ -100,18 +77,22 @@ def responses(service: Service) -> APIRouter:
         service.check_model(body.model)
         answer_id = new_id("resp")
         turn = await _turn(service, gate, body, answer_id)
-        format = _Format(service, body, answer_id, turn, stored)
+        format = _Format(service, body, answer_id, turn)
         return await reply(request, run_turn(service, gate, turn), format, answer_id, stream=body.stream)
 
     @router.get("/v1/responses/{response_id}")
-    async def show(response_id: str, request: Request) -> Response:
-        return JsonResponse(stored.get(request.state.gate.tenant.salt(""), response_id))
+    async def show(response_id: str, salt: QueriedSalt) -> Response:
+        found = service.responses.get(response_id, salt)
+        if found is None:
+            raise _unknown(response_id)
+        return JsonResponse(found)
 
     @router.delete("/v1/responses/{response_id}")
-    async def remove(response_id: str, request: Request) -> Response:
+    async def remove(response_id: str, salt: QueriedSalt) -> Response:
         """The conversation is forgotten as well, and its KV released."""
-        salt = request.state.gate.tenant.salt("")
-        stored.remove(salt, response_id)
+        if service.responses.get(response_id, salt) is None:
+            raise _unknown(response_id)
+        service.responses.remove(response_id)
         if service.conversations.get(response_id, salt) is not None:
             service.conversations.remove(response_id)
         try:
@@ -122,6 +103,10 @@ def responses(service: Service) -> APIRouter:
         return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
     return router
+
+
+def _unknown(response_id: str) -> UnknownState:
+    return UnknownState(f"no response {response_id!r:.100} is known")
 
 
 async def _turn(service: Service, gate: Gate, body: ResponsesBody, answer_id: str) -> Turn:
@@ -180,11 +165,10 @@ def _add_message(messages: list[Mapping[str, Any]], item: Item) -> None:
 class _Format:
     """A generation as a response object, and as the events that build it."""
 
-    def __init__(self, service: Service, body: ResponsesBody, answer_id: str, turn: Turn, stored: Stored) -> None:
+    def __init__(self, service: Service, body: ResponsesBody, answer_id: str, turn: Turn) -> None:
         self._service = service
         self._body = body
         self._turn = turn
-        self._stored = stored
         self._calls = Calls(service, turn.has_tools)
         self._text: list[str] = []
         self._order: list[Item | None] = []  # calls, and where the message stands among them
@@ -315,8 +299,8 @@ class _Format:
         if self._body.store:
             kept = as_template_message(Message.model_validate(self._calls.message(text)))
             remember(self._service, self._turn, generation, 0, kept)
-            if not self._body.cache_salt:
-                self._stored.add(self._turn.call.salt, self._response)
+            size = len(msgspec.json.encode(self._response))
+            self._service.responses.add(self._response["id"], self._turn.call.salt, self._response, size)
         return self._response
 
 

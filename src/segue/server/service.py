@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from segue.base.errors import ForgottenState, InvalidRequest, SegueError, Unknow
 from segue.model.loading import LoadedModel
 from segue.server.fields import StateFields
 from segue.server.generation import Generation
+from segue.server.kept import Kept
 from segue.server.metrics import Metrics
 from segue.server.remote_engine import Answering, Call, RemoteEngine
 from segue.server.tenants import Gate, Tenants, TooMany
@@ -48,39 +48,12 @@ class Limits:
 class Conversation:
     """What a chat answer was an answer to, and the tokens it left: enough for the next turn to send only what is new."""
 
-    salt: str
     messages: list[Mapping[str, Any]]
     tokens: array[int]
-    size_bytes: int
 
-
-class Conversations:
-    """By the id of the state; the least recently used are given up first. They cost a later request time, not its answer."""
-
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self._kept: OrderedDict[str, Conversation] = OrderedDict()
-        self._most, self._most_bytes = most, most_bytes
-        self._size_bytes = 0
-
-    def add(self, state_id: str, salt: str, messages: list[Mapping[str, Any]], tokens: array[int]) -> None:
-        size = len(tokens) * tokens.itemsize + sum(len(repr(message)) for message in messages)
-        self.remove(state_id)
-        self._kept[state_id] = Conversation(salt, messages, tokens, size)
-        self._size_bytes += size
-        while len(self._kept) > self._most or (self._size_bytes > self._most_bytes and len(self._kept) > 1):
-            self.remove(next(iter(self._kept)))
-
-    def get(self, state_id: str, salt: str) -> Conversation | None:
-        found = self._kept.get(state_id)
-        if found is None or found.salt != salt:
-            return None
-        self._kept.move_to_end(state_id)
-        return found
-
-    def remove(self, state_id: str) -> None:
-        gone = self._kept.pop(state_id, None)
-        if gone is not None:
-            self._size_bytes -= gone.size_bytes
+    @property
+    def size_bytes(self) -> int:
+        return len(self.tokens) * self.tokens.itemsize + sum(len(repr(message)) for message in self.messages)
 
 
 class Service:
@@ -102,7 +75,9 @@ class Service:
         self.metrics = metrics
         self.limits = limits or Limits()
         self.state_dir = state_dir
-        self.conversations = Conversations(self.limits.max_conversations, self.limits.max_conversation_bytes)
+        most, most_bytes = self.limits.max_conversations, self.limits.max_conversation_bytes
+        self.conversations: Kept[Conversation] = Kept(most, most_bytes)  # by the id of the state they left
+        self.responses: Kept[dict[str, Any]] = Kept(most, most_bytes)
         self.num_sequences = 0
         self.draining = False
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 
 from segue.base.errors import StateError
 from segue.server.fields import ForkBody, HoldBody, LoadBody, SaltBody, SaveBody
 from segue.server.generation import info_json
 from segue.server.messages import StateInfo
+from segue.server.scope import QueriedSalt, salt_of
 from segue.server.service import Service, new_id
 from segue.server.sse import JsonResponse
-from segue.server.tenants import Gate
-
-Salt = Annotated[str, Query(max_length=256)]
 
 
 def states(service: Service) -> APIRouter:
@@ -26,13 +24,9 @@ def states(service: Service) -> APIRouter:
     router = APIRouter()
     ask = service.engine.ask
 
-    def salt_of(request: Request, cache_salt: str) -> str:
-        gate: Gate = request.state.gate
-        return gate.tenant.salt(cache_salt)
-
     @router.get("/v1/states")
-    async def list_states(request: Request, cache_salt: Salt = "") -> JsonResponse:
-        found = await ask("states", salt=salt_of(request, cache_salt))
+    async def list_states(salt: QueriedSalt) -> JsonResponse:
+        found = await ask("states", salt=salt)
         return JsonResponse({"object": "list", "data": [_json(entry) for entry in found]})
 
     @router.post("/v1/states/fork/{state_id:path}")
@@ -78,8 +72,8 @@ def states(service: Service) -> APIRouter:
         return JsonResponse({"object": "list", "data": data})
 
     @router.get("/v1/states/{state_id:path}")
-    async def show(state_id: str, request: Request, cache_salt: Salt = "") -> JsonResponse:
-        return JsonResponse(_json(await ask("state", state_id=state_id, salt=salt_of(request, cache_salt))))
+    async def show(state_id: str, salt: QueriedSalt) -> JsonResponse:
+        return JsonResponse(_json(await ask("state", state_id=state_id, salt=salt)))
 
     return router
 
