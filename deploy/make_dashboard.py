@@ -166,6 +166,24 @@ def rows() -> list[tuple[str, list[Json]]]:
             ],
         ),
         (
+            "Jobs: KV kept between their turns",
+            [
+                panel(
+                    "Pins and what came of them",
+                    _about("pin_decisions", "pins", "pin_hits", "pin_late_returns"),
+                    [
+                        ("decisions", rate("pin_decisions")),
+                        ("pins", rate("pins")),
+                        ("hits", rate("pin_hits")),
+                        ("late", rate("pin_late_returns")),
+                    ],
+                    "cps",
+                ),
+                by_labels("Pinned blocks", "pinned_block_seconds", "short"),
+                by_labels("Regret against an oracle", "pin_regret_seconds", "s"),
+            ],
+        ),
+        (
             "Tenants",
             [
                 by_labels("Requests by tenant and outcome", "requests", "reqps"),

@@ -22,8 +22,18 @@ def segue(*arguments):
     )
 
 
-def test_kv_stays_through_the_gaps_and_goes_at_the_end(server):
-    shown = segue("verify-pins", server.url, "--gap", "0.7")
+@pytest.fixture(scope="module")
+def continuum(tmp_path_factory):
+    learned = tmp_path_factory.mktemp("learned") / "continuum.json"
+    with running("tiny", "--policy", "continuum", "--policy-state", str(learned)) as started:
+        yield started
+    assert json.loads(learned.read_text())["policy"] == "continuum"
+
+
+@pytest.mark.parametrize(("policy", "options"), [("adaptive", []), ("adaptive", ["--hold"]), ("continuum", [])])
+def test_kv_stays_through_the_gaps_and_goes_at_the_end(request, policy, options):
+    server = request.getfixturevalue("continuum" if policy == "continuum" else "server")
+    shown = segue("verify-pins", server.url, "--gap", "0.7", *options)
     assert shown.returncode == 0, shown.stdout + shown.stderr
     rows = [[int(number) for number in re.findall(r"\d+", line)] for line in shown.stdout.splitlines()[1:]]
     assert [row[0] for row in rows] == [1, 2, 3, 4, 5]
@@ -33,6 +43,27 @@ def test_kv_stays_through_the_gaps_and_goes_at_the_end(server):
     assert [row[-2] == row[-1] for row in rows] == [True] * 5
     assert rows[-1][-1] == 0 and all(row[-1] > 0 for row in rows[:-1])
     assert server.usage() == 0.0
+
+
+def test_decisions_can_be_seen(continuum):
+    command = "```bash\npytest -q\n```"
+    chat = [{"role": "user", "content": f"Say exactly this:\n{command}"}]
+    for turn in range(3):
+        body = {"messages": chat, "max_tokens": 20, "job_id": "seen", "is_last_step": turn == 2, "ignore_eos": True}
+        answer = continuum.post("/v1/chat/completions", body)[2]["choices"][0]["message"]["content"]
+        chat = [*chat, {"role": "assistant", "content": answer}, {"role": "user", "content": "go on"}]
+    found = continuum.get("/v1/decisions?job_id=seen")[2]["data"]
+    assert [entry["outcome"] for entry in found] == ["returned", "returned"]
+    assert all(entry["keep_seconds"] == 2 and entry["pinned_time"] == entry["gap_seconds"] for entry in found)
+    assert all(entry["hit_length"] > 50 for entry in found)  # the answer's text may be other tokens when it comes back
+    assert [entry["unpinned_time"] for entry in found] == [0, 0]
+    shown = segue("decisions", continuum.url, "--job", "seen")
+    assert shown.returncode == 0 and shown.stdout.count("returned") == 2, shown.stdout
+    lines = segue("decisions", continuum.url, "--job", "seen", "--json").stdout.splitlines()
+    assert [json.loads(line)["job_id"] for line in lines] == ["seen", "seen"]
+    assert continuum.metric("pins_total", tool="none") >= continuum.metric("pin_hits_total", tool="none") >= 2
+    assert continuum.metric("pinned_block_seconds_total", tool="none", kind="used") > 0
+    assert continuum.get("/v1/decisions?limit=0")[0] == 400
 
 
 def test_it_says_so_when_kv_is_not_held(server):

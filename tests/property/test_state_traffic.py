@@ -16,10 +16,13 @@ from segue.base.config import EngineConfig
 from segue.base.errors import InvalidRequest, NoRoom, ParentFailed, StateError
 from segue.base.types import FinishReason, SamplingParams
 from segue.engine import EngineCore, Request
+from segue.engine.jobs import JobDesk
 from segue.engine.sequence import sample_seed
+from segue.policies import Adaptive, Call, Continuum, ContinuumReleased, FirstComeFirstServed, Priority
 from tests.fakes import FakeExecutor, cut_chunks, expected
 
 SALTS = ("", "t")
+POLICIES = (FirstComeFirstServed, Priority, Continuum, ContinuumReleased, Adaptive)
 MAX_LEN = 48
 REFUSED = (InvalidRequest, StateError)  # NoRoom, RequestTooLong and SnapshotError among them
 
@@ -28,6 +31,13 @@ REFUSED = (InvalidRequest, StateError)  # NoRoom, RequestTooLong and SnapshotErr
 def small_chunks(monkeypatch):
     """Few tokens in a chunk, so that one of several can be missing."""
     cut_chunks(monkeypatch, 4 * FakeExecutor(2, 1).kv_layout.token_bytes)
+
+
+@pytest.fixture(autouse=True)
+def tools(monkeypatch):
+    """Every answer ends with one of two tool calls, or with none."""
+    calls = [None, Call("bash", "ls", "j"), Call("bash", "make")]
+    monkeypatch.setattr(JobDesk, "_call_of", lambda desk, sequence: calls[sequence.tokens[-1] % 3])
 
 
 @dataclass(eq=False)
@@ -88,8 +98,11 @@ class Traffic:
         }
         sizes = [(pick([8, 20, 30, 45, 60]) // size + 2, size) for size in (pick([1, 2, 3, 4, 5]), pick([1, 3, 4]))]
         self.engines = [
-            EngineCore(FakeExecutor(*size), EngineConfig(*size, **shared), clock=self.clock) for size in sizes
+            EngineCore(FakeExecutor(*size), EngineConfig(*size, **shared), policy=pick(POLICIES)(), clock=self.clock)
+            for size in sizes
         ]
+        for engine in self.engines:  # as if tokens took that long: then there is something to keep
+            engine._scheduler.jobs.gauge.seconds_per_token = pick([0.0, 0.01, 1.0])
         self.asked = [{}, {}]  # by engine: id -> Asked, until its end was heard
         self.saves = []  # (salt, outgoing, done, what it is: None or (Asked, index, tokens seen))
         self.loads = []  # (engine, outgoing, arrival, what it is)
@@ -161,6 +174,10 @@ class Traffic:
             stop_token_ids=tuple(self.random.sample(range(50), pick([0, 0, 3]))),
         )
 
+    def job(self):
+        """Of few jobs, which lie about their last step as often as not."""
+        return {"job_id": self.random.choice([None, "j", "k"]), "is_last_step": self.random.random() < 0.3}
+
     # Requests
 
     def submit(self, which):
@@ -169,7 +186,7 @@ class Traffic:
         prompt = self.random.choices([1, 1, 1, 2, 3], k=self.random.randint(1, longest))
         name, free = self.new_id(which, salt, params.n)
         hold = self.random.choice([False, True, 0.5, 3.0])
-        engine.submit(prompt, params, request_id=name, salt=salt, hold=hold, value=self.random.random())
+        engine.submit(prompt, params, request_id=name, salt=salt, hold=hold, value=self.random.random(), **self.job())
         assert free, f"{name!r} was somebody else's"
         self.asked[which][name] = Asked(salt, params, engine.config.max_sequence_len, prompt)
 
@@ -200,7 +217,7 @@ class Traffic:
         else:
             asked.parent = running[parent, salt]
         hold, consume = self.random.choice([False, True, 0.5]), self.random.random() < 0.5
-        options = {"request_id": name, "salt": salt, "hold": hold, "consume": consume}
+        options = {"request_id": name, "salt": salt, "hold": hold, "consume": consume, **self.job()}
         engine.submit(Request(parent=parent, suffix=suffix, params=params, at=at, **options))
         assert free, f"{name!r} was somebody else's"
         self.asked[which][name] = asked

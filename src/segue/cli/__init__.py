@@ -7,7 +7,7 @@ import sys
 
 from segue import __version__
 from segue.base.errors import SegueError
-from segue.cli import chat, demo, generate, models, remote, serve, state, verify_pins
+from segue.cli import chat, decisions, demo, generate, models, policies, remote, serve, state, verify_pins
 
 COMMANDS = {
     "serve": serve,
@@ -16,6 +16,8 @@ COMMANDS = {
     "state": state,
     "remote": remote,
     "verify-pins": verify_pins,
+    "decisions": decisions,
+    "policies": policies,
     "models": models,
     "demo": demo,
 }

@@ -14,6 +14,7 @@ from segue.base.config import Environment
 from segue.base.errors import InvalidRequest
 from segue.cli.options import add_engine_options, engine_options
 from segue.cli.progress import FetchProgress
+from segue.policies import make_policy, policy_names
 
 if TYPE_CHECKING:
     from segue.server.service import Service
@@ -31,6 +32,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     group.add_argument("--keys", type=Path, metavar="FILE", help="API keys and limits: TOML, one [[tenant]] each")
     group.add_argument("--public", action="store_true", help="listen beyond this machine although there are no keys")
     group.add_argument("--state-dir", type=Path, metavar="FOLDER", help="where saved states go")
+    group.add_argument("--policy", metavar="NAME", help=f"who runs, and what is kept: {', '.join(policy_names())}")
+    group.add_argument("--policy-state", type=Path, metavar="FILE", help="what the policy learns, kept over restarts")
     group.add_argument("--max-requests", type=int, metavar="N", help="under way at once (default: 1024)")
     group.add_argument("--head-seconds", type=float, metavar="S", help="for a request's head to come (default: 10)")
     group.add_argument("--vllm-metrics", action="store_true", help="metrics under vLLM's names as well")
@@ -54,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidRequest("serve", f"needs the server's packages: pip install 'segue[server]' ({error})") from error
     from segue.model.loading import open_model
 
+    make_policy(arguments.policy)  # a name that is not known is refused before anything is loaded
     environment = Environment.read()
     tenants = read_tenants(arguments.keys, environment.api_keys)
     if tenants.open_to_all and arguments.host not in _LOOPBACK and not arguments.public:
@@ -68,7 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidRequest("head_seconds", f"must be over 0, got {limits.head_seconds}")
     service = Service(
         model,
-        RemoteEngine(arguments.model, engine_options(arguments)),
+        RemoteEngine(
+            arguments.model, engine_options(arguments), policy=arguments.policy, policy_state=arguments.policy_state
+        ),
         tenants,
         Metrics(vllm_names=arguments.vllm_metrics),
         limits=limits,
@@ -120,4 +126,4 @@ def _apply_config(arguments: argparse.Namespace) -> None:
         if defaults[option] is not None and type(value) is not kind:
             raise InvalidRequest("config", f"{name} in {arguments.config} must be {kind.__name__}, got {value!r}")
         if getattr(arguments, option) == defaults[option]:
-            setattr(arguments, option, Path(value) if option in ("keys", "state_dir") else value)
+            setattr(arguments, option, Path(value) if option in ("keys", "state_dir", "policy_state") else value)

@@ -39,6 +39,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="default: http://127.0.0.1:8000")
     command.add_argument("--key", help="API key")
     command.add_argument("--gap", type=float, default=1.0, metavar="SECONDS", help="how long a tool takes (default: 1)")
+    command.add_argument("--hold", action="store_true", help="ask for holds, instead of leaving it to the policy")
     command.add_argument("--max-tokens", type=int, default=12, metavar="N", help="of each answer (default: 12)")
 
 
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     headers = {"authorization": f"Bearer {arguments.key}"} if arguments.key else {}
     with httpx.Client(base_url=arguments.url, headers=headers, timeout=600) as http:
         try:
-            rows = _play(http, arguments.gap, arguments.max_tokens)
+            rows = _play(http, arguments.gap, arguments.max_tokens, hold=arguments.hold)
         except httpx.HTTPError as error:
             raise SegueError(f"{arguments.url} does not answer: {error}") from error
     print("turn  prompt  cached  output   blocks in the gap   tokens with KV / 16   holds")
@@ -67,15 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _play(http: Any, gap: float, max_tokens: int) -> list[Row]:
+def _play(http: Any, gap: float, max_tokens: int, *, hold: bool) -> list[Row]:
     block_size, num_blocks = _pool(http)
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": TASK}]
     job = f"verify-{time.time_ns():x}"
     rows = []
     for turn in range(1, len(TOOL_OUTPUTS) + 2):
         is_last = turn > len(TOOL_OUTPUTS)
-        hold = {"is_last_step": True} if is_last else {"hold_seconds": gap + 60}
-        body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0, "job_id": job, **hold}
+        terms = {"is_last_step": True} if is_last else {"hold_seconds": gap + 60} if hold else {}
+        body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0, "job_id": job, **terms}
         response = http.post("/v1/chat/completions", json=body)
         if response.status_code != 200:
             raise SegueError(f"turn {turn} was answered with {response.status_code}: {response.text[:300]}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from segue.base.errors import ForgottenState, StateError, UnknownState
-from segue.base.types import FinishReason
+from segue.base.types import FinishReason, Scope
 from segue.engine.desk import FILE_CHUNK, WIRE_CHUNK
 from segue.engine.handoff import Export, Import
 from segue.engine.loop import EngineLoop, new_request_id
@@ -19,6 +19,7 @@ from segue.engine.request import At, as_hold, check_at, check_id, check_terms
 from segue.engine.sequence import Hold, Sequence
 from segue.engine.transfer import Outgoing
 from segue.engine.turns import position
+from segue.policies import Decision, Sums
 from segue.state import Progress, Snapshot, State
 from segue.state.store import SavedState
 from segue.state.store import save as save_snapshot
@@ -89,6 +90,17 @@ class EngineCore(EngineLoop):
         """
         longest = self.kv.blocks_for(self.config.max_sequence_len)
         self.kv.leases.set_quota(tenant, num_blocks, spare=self.config.num_blocks - 1 - longest)
+
+    def decisions(self, tenant: str | None = None, job_id: str | None = None) -> Iterator[Decision]:
+        """What the policy decided at the ends of turns, the newest first; of one tenant's or one job's only, if asked."""
+        for decision in self._scheduler.jobs.decisions:
+            whose = Scope(decision.salt).tenant
+            if (tenant is None or whose == tenant) and (job_id is None or decision.job_id == job_id):
+                yield decision
+
+    def decision_sums(self) -> Mapping[str, Sums]:
+        """By command."""
+        return self._scheduler.jobs.decisions.sums
 
     def save(
         self, state: State | str, path: str | Path, *, salt: str | None = None, note: Mapping[str, Any] | None = None

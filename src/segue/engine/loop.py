@@ -21,10 +21,10 @@ from segue.engine.request import Request, as_request
 from segue.engine.scheduler import Scheduler
 from segue.engine.sequence import Heir, Turn
 from segue.engine.stream import Mailbox, Stream
-from segue.engine.text import Tokenizer
+from segue.engine.text import Tokenizer, decoder
 from segue.engine.turns import TurnMaker, answer_names
 from segue.kv import KVManager
-from segue.policies import Policy, Priority
+from segue.policies import Policy, make_policy
 from segue.state import Progress, State
 
 
@@ -40,10 +40,11 @@ class EngineLoop:
         vocab_size: int | None = None,
         model_fingerprint: str = "",
         state_identity: str | None = None,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.config = config
+        self.policy = make_policy(policy)
         self.tokenizer = tokenizer
         self.kv = KVManager(config.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
         self._executor = executor
@@ -52,7 +53,8 @@ class EngineLoop:
         self._clock = clock or SystemClock()
         self.kv.leases.default_quota = config.lease_quota
         self._answers = Answers(tokenizer, self._clock)
-        self._scheduler = Scheduler(config, self.kv, policy or Priority(), self._clock)
+        decode = decoder(tokenizer) if tokenizer is not None else None
+        self._scheduler = Scheduler(config, self.kv, self.policy, self._clock, decode=decode)
         self._desk = StateDesk(
             self._scheduler,
             executor,
@@ -92,6 +94,7 @@ class EngineLoop:
                 raise IntegrityError("requests wait, nothing runs, and none can be admitted")
             return False
         self._num_steps += 1
+        began = self._clock.now()
         try:
             result = self._executor.execute(plan)
             check_result(plan, result)
@@ -101,6 +104,7 @@ class EngineLoop:
             if not isinstance(error, Exception):
                 raise  # an interrupt: the step is undone, and the caller hears of it
             return True
+        self._scheduler.jobs.gauge.step(self._clock.now() - began, self._scheduler.num_planned, len(plan.rows))
         produced = self._scheduler.apply(plan, result)
         self._deliver(self._answers.publish(produced, self._scheduler.finish))
         self._tell_orphans()
@@ -300,8 +304,7 @@ class EngineLoop:
         """End the leases whose time is over; how many seconds until the next one's is, if any has a limit. Steps do this
         by themselves: it is for an engine that has nothing to do."""
         now = self._clock.now()
-        self.kv.leases.expire(now)
-        upcoming = self.kv.leases.next_expiry()
+        upcoming = self._scheduler.expire(now)
         return None if upcoming is None else max(upcoming - now, 0.0)
 
     def forget(self) -> None:

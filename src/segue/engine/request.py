@@ -25,7 +25,9 @@ class Request:
     `hold` keeps the answer's KV when it ends: for so many seconds, or with True until it is released. `value` is what losing
     a held block would cost, to compare holds with: the least valuable gives way first. `request_id` must be free in the whole
     engine: whoever lets tenants choose ids puts something of the tenant's before them. `priority` is for the policy: by
-    default the smallest runs first. Without `detokenize`, deltas have token ids and no text, unless a stop string is sought.
+    default the smallest runs first. Turns with the same `job_id` (of one salt) are a job, whose KV the policy may keep between
+    them, until the one with `is_last_step`. Without `detokenize`, deltas have token ids and no text, unless a stop string is
+    sought.
     """
 
     prompt: Prompt | None = None
@@ -41,6 +43,7 @@ class Request:
     hold: bool | float = False
     value: float = 0.0
     priority: int = 0
+    is_last_step: bool = False
     detokenize: bool = True
 
     def __post_init__(self) -> None:
@@ -54,8 +57,9 @@ class Request:
         check_terms(self.hold, self.value)
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise InvalidRequest("priority", f"must be a whole number, got {self.priority!r}")
-        if not isinstance(self.detokenize, bool):
-            raise InvalidRequest("detokenize", f"must be True or False, got {self.detokenize!r}")
+        for name in ("detokenize", "is_last_step"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(name, f"must be True or False, got {getattr(self, name)!r}")
         self._check_parent()
 
     def _check_parent(self) -> None:

@@ -10,7 +10,9 @@ from segue.base.config import EngineConfig
 from segue.base.types import FinishReason
 from segue.engine.executor import Row, StepPlan, StepResult, TokenLogprobs
 from segue.engine.heirs import WHY_GONE, Heirs
+from segue.engine.jobs import JobDesk
 from segue.engine.sequence import Hold, Sequence, Status, Turn
+from segue.engine.text import Decode
 from segue.engine.waiting import WaitingQueue
 from segue.kv import BlockTable, Copy, KVManager, Lease, Match, Reservation
 from segue.policies import Policy
@@ -32,19 +34,28 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: EngineConfig, kv: KVManager, policy: Policy, clock: Clock, states: StateLedger | None = None
+        self,
+        config: EngineConfig,
+        kv: KVManager,
+        policy: Policy,
+        clock: Clock,
+        states: StateLedger | None = None,
+        decode: Decode | None = None,
     ) -> None:
         self.config = config
         self.kv = kv
         self.states = states or StateLedger(config.max_states, config.max_state_bytes)
         self.heirs = Heirs(config, self.states, self.submit)
         self.num_preemptions = 0
+        self.num_planned = 0  # tokens of the last plan
         self._policy = policy
         self._clock = clock
-        self._waiting = WaitingQueue()
+        self._waiting = WaitingQueue(policy.fair_every)
         self._running: dict[int, Sequence] = {}  # in order of admission
         self._next_id = 0
         self._now = clock.now()  # one time for all of a plan's decisions
+        self._blocked: tuple[Sequence, float] | None = None  # the first in the queue, since it was found not to fit
+        self.jobs = JobDesk(policy, kv, clock, lambda: (len(self._waiting), len(self._running)), decode)
 
     @property
     def num_waiting(self) -> int:
@@ -64,6 +75,7 @@ class Scheduler:
             self._next_id += 1
             turn.sequences.append(Sequence(self._next_id, index, turn, limit))
         self._expect(turn)
+        self.jobs.arrive(turn)
         self._wait(turn.sequences[0])
 
     def _expect(self, turn: Turn) -> None:
@@ -77,19 +89,27 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Decide the next step. It reserves, which `fail` undoes; it may preempt and take back leases, which stays."""
         self._now = self._clock.now()
-        self.kv.leases.expire(self._now)
+        self.expire(self._now)
         rows: dict[int, Row] = {}
         copies: dict[int, Copy] = {}
         preempted_before = self.num_preemptions
         budget = self._plan_running(rows, copies)
         if self.num_preemptions == preempted_before or not rows:
-            self._plan_waiting(rows, copies, budget)
+            budget = self._plan_waiting(rows, copies, budget)
+        self.num_planned = self.config.max_step_tokens - budget
         return StepPlan(list(rows.values()), list(copies.values()))
+
+    def expire(self, now: float) -> float | None:
+        """End what is kept for nobody any longer; when to look again."""
+        self.jobs.review(now)
+        self.kv.leases.expire(now)
+        upcoming = [at for at in (self.kv.leases.next_expiry(), self.jobs.next_review()) if at is not None]
+        return min(upcoming, default=None)
 
     def _plan_running(self, rows: dict[int, Row], copies: dict[int, Copy]) -> int:
         """Every running sequence gets at least one token, so a long prompt never stalls the others. Returns what is
         left of the budget."""
-        running, extend, now = self._running, self.kv.extend, self._now
+        running = self._running
         budget = self.config.max_step_tokens
         behind = len(running)
         for sequence in list(running.values()):
@@ -99,9 +119,9 @@ class Scheduler:
                 continue  # preempted a moment ago, by one in front
             start = sequence.num_computed
             stop = min(len(sequence.tokens), start + budget - behind)
-            reservation = extend(table, start, stop, now)
+            reservation = self._grow(table, start, stop)
             while reservation is None and self._preempt_for(sequence, rows, copies):
-                reservation = extend(table, start, stop, now)
+                reservation = self._grow(table, start, stop)
             if reservation is None:
                 continue
             rows[sequence.id] = _row(sequence, table, stop)
@@ -109,6 +129,11 @@ class Scheduler:
                 copies[sequence.id] = reservation.copy
             budget -= stop - start
         return budget
+
+    def _grow(self, table: BlockTable, start: int, stop: int) -> Reservation | None:
+        """The last one that runs takes whatever it needs."""
+        below = self._policy.growth_bid if len(self._running) > 1 else inf
+        return self.kv.extend(table, start, stop, self._now, below)
 
     def _preempt_for(self, sequence: Sequence, rows: dict[int, Row], copies: dict[int, Copy]) -> bool:
         """Preempt the policy's victim. False when that was `sequence` itself."""
@@ -129,22 +154,24 @@ class Scheduler:
         self.num_preemptions += 1
         self._wait(sequence)
 
-    def _plan_waiting(self, rows: dict[int, Row], copies: dict[int, Copy], budget: int) -> None:
-        """Admit in the policy's order, and nobody past one that does not fit: a large request is not starved."""
+    def _plan_waiting(self, rows: dict[int, Row], copies: dict[int, Copy], budget: int) -> int:
+        """Admit in the policy's order, and nobody past one that does not fit: a large request is not starved. Returns what is
+        left of the budget."""
         while budget > 0 and len(self._running) < self.config.max_running:
             sequence = self._waiting.peek()
             if sequence is None:
-                return
+                break
             if sequence.table is None:
                 sequence.table = self.kv.open(sequence.tokens, sequence.turn.scope, _known_keys(sequence, self.kv))
             reservation = self._seat(sequence, sequence.table)
             if reservation is None:
-                return
+                break
             stop = min(len(sequence.tokens), sequence.num_computed + budget)
             rows[sequence.id] = _row(sequence, sequence.table, stop)
             if reservation.copy:
                 copies[sequence.id] = reservation.copy
             budget -= stop - sequence.num_computed
+        return budget
 
     def _seat(self, sequence: Sequence, table: BlockTable) -> Reservation | None:
         """Give a waiting sequence blocks for all its tokens, reusing what is there, and let it run. None, and no
@@ -158,19 +185,30 @@ class Scheduler:
             len(sequence.tokens),
             headroom=len(self._running),
             now=self._now,
+            below=self._bid(sequence),
             lender=lender,
             consumed=parent.lease if turn.consume and parent is not None and parent.num_held else None,
         )
         if reservation is None:
+            if self._blocked is None or self._blocked[0] is not sequence:
+                self._blocked = sequence, self._now
             return None
-        self._waiting.remove(sequence)
+        self._waiting.admit(sequence)
         self._running[sequence.id] = sequence
         sequence.status = Status.RUNNING
         sequence.num_computed = reservation.num_reused
         sequence.starts(reservation.num_reused, min(num_held, reservation.num_reused))
         turn.consume = False  # whatever the parent holds from now on, it holds for others
         self._settle_expected(turn)
+        self.jobs.start(turn, sequence)
         return reservation
+
+    def _bid(self, sequence: Sequence) -> float:
+        if not self._running or not self._policy.bids:
+            return inf
+        blocked = self._blocked
+        since = blocked[1] if blocked is not None and blocked[0] is sequence else self._now
+        return self._policy.bid(sequence.view(self._now - since), self.jobs.pressure(), self._now)
 
     def _find(self, sequence: Sequence, table: BlockTable) -> tuple[Match, Lease | None]:
         """The KV there is for a sequence, and the lease that lends the first part of it."""
@@ -272,6 +310,7 @@ class Scheduler:
         else:
             self.states.note_failure(sequence.state_id, sequence.turn.scope, WHY_GONE[reason])
             self.heirs.disinherit(sequence.turn, sequence.index, reason)
+        self.jobs.end(sequence)
         if table is not None:
             self.kv.close(table)
 
@@ -288,9 +327,13 @@ class Scheduler:
         """n tokens, KV for the `num_computed` of them that were fed: the last sampled one never was."""
         turn, table = sequence.turn, sequence.table
         heirs = self.heirs.take(turn, sequence.index)
+        disposed = self.jobs.dispose(sequence)
+        hold = self.jobs.hold_for(disposed[0]) if disposed is not None else turn.hold
         lease = None
-        if table is not None and (turn.hold is not None or heirs):
-            lease = self.kv.hold(table, sequence.num_computed, job=turn.job_id, **self._terms(turn.hold))
+        if table is not None and (hold is not None or heirs):
+            lease = self.kv.hold(table, sequence.num_computed, job=turn.job_id, **self._terms(hold))
+        if disposed is not None:
+            self.jobs.decided(turn, *disposed, lease if hold is not None else None)
         keys = table.keys if table is not None else []
         sequence.state = self.keep(
             State(

@@ -8,7 +8,7 @@ from enum import Enum
 
 from segue.base.types import FinishReason, SamplingParams, Scope
 from segue.kv import BlockTable, Lease
-from segue.policies import TurnView
+from segue.policies import Call, Job, TurnView
 from segue.state import State
 
 _MASK = 2**63 - 1
@@ -80,12 +80,17 @@ class Turn:
     num_shared: int = 0
     consume: bool = False
     priority: int = 0
+    is_last_step: bool = False
     detokenize: bool = True
     num_output: int = 0  # tokens at the end of `prompt` that are output, when the turn starts here
     sequences: list[Sequence] = field(default_factory=list)
     heirs: list[Heir] = field(default_factory=list)
     awaits: Turn | None = None  # an heir's parent
     expects: Lease | None = None  # the lease that waits for this turn's first run
+    job: Job | None = None  # from its arrival to its end
+    claims: list[Lease] = field(default_factory=list)  # what was kept for the job and waits for this turn
+    has_started: bool = False
+    call: tuple[Call | None] | None = None  # the tool call in its answer, once that was looked for
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -175,8 +180,8 @@ class Sequence:
             return FinishReason.STOP
         return FinishReason.LENGTH if length >= self.limit else None
 
-    def view(self) -> TurnView:
-        turn = self.turn
+    def view(self, blocked_seconds: float = 0.0) -> TurnView:
+        turn, job = self.turn, self.turn.job
         return TurnView(
             self.id,
             turn.job_id,
@@ -186,6 +191,11 @@ class Sequence:
             self.num_computed,
             self.num_preemptions,
             turn.priority,
+            turn.is_last_step,
+            turn.arrived_at if job is None else job.arrived_at,
+            1 if job is None else job.num_turns,
+            bool(turn.claims),
+            blocked_seconds,
         )
 
 

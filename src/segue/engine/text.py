@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 
@@ -23,9 +23,22 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, add_special: bool = True) -> list[int]: ...
 
-    def answer_stream(self) -> TextStream:
+    def answer_stream(self, skip_special: bool = True) -> TextStream:
         """For text that follows a prompt."""
         ...
+
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def decoder(tokenizer: Tokenizer) -> Decode:
+    """A whole answer at once, its special tokens written out: some mark tool calls."""
+
+    def decode(ids: Sequence[int]) -> str:
+        stream = tokenizer.answer_stream(skip_special=False)
+        return stream.push(ids) + stream.flush()
+
+    return decode
 
 
 class StopStrings:

@@ -209,6 +209,7 @@ class TurnMaker:
             as_hold(request.hold, request.value),
             consume=request.consume,
             priority=request.priority,
+            is_last_step=request.is_last_step,
             detokenize=request.detokenize,
         )
 

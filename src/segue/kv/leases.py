@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, merge
+from math import inf
 from typing import Literal, NamedTuple
 
 from segue.base.types import Scope
@@ -76,6 +77,7 @@ class Leases:
         self.default_quota: int | None = None
         self.quotas: dict[str, int | None] = {}  # by tenant
         self.share = 0  # blocks
+        self.watch: Callable[[Lease], None] = _nobody  # hears of each lease that has shrunk or ended
         self.totals: Counter[str] = Counter()
         self._pool = pool
         self._block_size = block_size
@@ -84,7 +86,7 @@ class Leases:
         self._orders: dict[str, list[tuple[bool, float, int]]] = {}  # by tenant: its leases' worths
         self._expiries: list[tuple[float, int]] = []  # a heap; may name leases that were renewed or have ended
         self._outstanding: dict[int, Lease] = {}  # ended, with blocks still lent
-        self._refused: dict[str, tuple[int, int]] = {}  # what a tenant could not have, and when: `_pool.num_releases`
+        self._refused: dict[str, tuple[int, float, int]] = {}  # what a tenant could not have, for how much, and when
         self._last_id = 0
 
     def __len__(self) -> int:
@@ -225,36 +227,37 @@ class Leases:
         """When to look again: never later than the next lease's end."""
         return self._expiries[0][0] if self._expiries else None
 
-    def reclaim(self, num_free: int, now: float, tenant: str = "") -> bool:
-        """Shrink leases, each from its tail, until `num_free` blocks are free for work of `tenant`. False, and nothing but
-        what expired is taken, when the leases it may take from could not give that much."""
+    def reclaim(self, num_free: int, now: float, tenant: str = "", below: float = inf) -> bool:
+        """Shrink leases of a value `below` this (all of them, if that is infinite), each from its tail, until `num_free` blocks
+        are free for work of `tenant`. False, and nothing but what expired is taken, when the leases it may take from could not
+        give that much."""
         if self._pool.num_free >= num_free:
             return True
         self.expire(now)
         wanted = num_free - self._pool.num_free
-        if not self._leases or self._is_refused(tenant, wanted):
+        if not self._leases or self._is_refused(tenant, wanted, below):
             return wanted <= 0
-        victims = self._unshared_tails(tenant, wanted)
+        victims = self._unshared_tails(tenant, wanted, below)
         if victims is not None:
             self._shrink(victims, num_free)
             return True
-        givers = list(self._givers(tenant))
+        givers = list(self._givers(tenant, below))
         held = Counter(block for lease, _ in givers for block in lease.blocks)
         only_leased = {block for block, count in held.items() if self._pool.ref_count[block] == count}
         only_leased.difference_update(*(lease.blocks[:kept] for lease, kept in givers))
         if len(only_leased) < wanted:
-            self._refused[tenant] = (wanted, self._pool.num_releases)
+            self._refused[tenant] = (wanted, below, self._pool.num_releases)
             return False
         self._take_back(givers, lambda _: self._pool.num_free >= num_free, only_leased.__contains__, "pressure")
         return True
 
-    def _givers(self, tenant: str) -> Iterator[Giver]:
+    def _givers(self, tenant: str, below: float) -> Iterator[Giver]:
         """What work of `tenant` may take from, in that order. Valid until the next change."""
-        offers = (self._offers(other, 0 if other == tenant else self.share) for other in self._orders)
+        offers = (self._offers(other, 0 if other == tenant else self.share, below) for other in self._orders)
         return (Giver(self._leases[lease_id], kept) for *_, lease_id, kept in merge(*offers))
 
-    def _offers(self, tenant: str, safe: int) -> Iterator[tuple[bool, int, float, int, int]]:
-        """A tenant's leases beyond its first `safe` blocks, ranked by how many it holds up to and with each."""
+    def _offers(self, tenant: str, safe: int, below: float) -> Iterator[tuple[bool, int, float, int, int]]:
+        """A tenant's cheaper leases, beyond its first `safe` blocks, ranked by how many it holds up to and with each."""
         held = self.totals[tenant]
         for wanted, value, lease_id in self._orders[tenant]:
             lease = self._leases[lease_id]
@@ -263,22 +266,23 @@ class Leases:
                 continue
             if held <= safe:
                 continue
-            below = held - len(lease.blocks)
-            yield wanted, -held, value, lease_id, max(safe - below, lease.num_lent)
-            held = below
+            rest = held - len(lease.blocks)
+            if value < below or below == inf:
+                yield wanted, -held, value, lease_id, max(safe - rest, lease.num_lent)
+            held = rest
 
-    def _is_refused(self, tenant: str, wanted: int) -> bool:
-        """As much could not be had before, and since then nothing was let go that would change it."""
-        least, when = self._refused.get(tenant, (0, None))
-        return when == self._pool.num_releases and wanted >= least
+    def _is_refused(self, tenant: str, wanted: int, below: float) -> bool:
+        """As much could not be had before, for no less, and since then nothing was let go that would change it."""
+        least, price, when = self._refused.get(tenant, (0, 0.0, None))
+        return when == self._pool.num_releases and wanted >= least and below <= price
 
-    def _unshared_tails(self, tenant: str, wanted: int) -> list[Giver] | None:
+    def _unshared_tails(self, tenant: str, wanted: int, below: float) -> list[Giver] | None:
         """The first leases whose tails, held by nobody else, come to `wanted` blocks. None if all of them do not, or if a
         dearer one would come before a cheaper one whose tail is shared."""
         refs = self._pool.ref_count
         victims, found = [], 0
         passed_over: tuple[str, bool, float] | None = None
-        for giver in self._givers(tenant):
+        for giver in self._givers(tenant, below):
             lease, kept = giver
             rank = (lease.scope.tenant, lease.num_heirs > 0, lease.value)
             if passed_over is not None and rank != passed_over:
@@ -355,6 +359,8 @@ class Leases:
         self._emit(Revoked(lease.id, num_blocks, why))
         if not lease.blocks:
             self._forget(lease)
+        else:
+            self.watch(lease)
 
     # Order
 
@@ -400,3 +406,8 @@ class Leases:
         self._charge(lease, -len(lease.blocks))
         lease.blocks = array("i")
         lease.num_computed = 0
+        self.watch(lease)
+
+
+def _nobody(_: Lease) -> None:
+    """Until somebody watches."""

@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 from segue.base.types import Scope
@@ -69,6 +70,11 @@ class KVManager:
     # What there is
 
     @property
+    def num_blocks(self) -> int:
+        """That can be used: the null block is not one of them."""
+        return self._pool.num_blocks - 1
+
+    @property
     def num_free(self) -> int:
         return self._pool.num_free
 
@@ -108,11 +114,12 @@ class KVManager:
         *,
         headroom: int = 0,
         now: float = 0.0,
+        below: float = inf,
         lender: Lease | None = None,
         consumed: Lease | None = None,
     ) -> Reservation | None:
-        """Take the match and room for `num_tokens` in all. None, and no change, when the pool and the leases cannot
-        give it and keep `headroom` blocks free besides.
+        """Take the match and room for `num_tokens` in all. None, and no change, when the pool and the leases of a value
+        `below` this cannot give it and keep `headroom` blocks free besides.
 
         A match that is a lease's own (`held`) is borrowed from it, the `lender`. A `consumed` lease ends here; if it alone
         holds the match's tail, that block is written in place instead of copied.
@@ -122,7 +129,7 @@ class KVManager:
         if tail is not None and consumed is not None and self._holds_alone(consumed, len(hit), tail):
             own_tail = tail
         missing = self.blocks_for(num_tokens) - len(hit) - (own_tail is not None)
-        if not self._take(table, match, own_tail, lender, missing + headroom, now):
+        if not self._take(table, match, own_tail, lender, missing + headroom, now, below):
             return None
         if consumed is not None:
             self.leases.end(consumed, "continued")
@@ -134,7 +141,14 @@ class KVManager:
         return Reservation(match.num_tokens)
 
     def _take(
-        self, table: BlockTable, match: Match, own_tail: int | None, lender: Lease | None, needed: int, now: float
+        self,
+        table: BlockTable,
+        match: Match,
+        own_tail: int | None,
+        lender: Lease | None,
+        needed: int,
+        now: float,
+        below: float,
     ) -> bool:
         """Hold what is about to be used before anything gives way for the `needed` free blocks."""
         pool, hit = self._pool, match.blocks
@@ -148,7 +162,7 @@ class KVManager:
             self.leases.lend(lender, borrowed)
         pool.retain(found)
         pool.retain(tail)
-        if not self.leases.reclaim(needed, now, table.scope.tenant):
+        if not self.leases.reclaim(needed, now, table.scope.tenant, below):
             pool.release(tail)
             pool.release(found)
             if lender is not None and borrowed:
@@ -178,7 +192,9 @@ class KVManager:
         table.blocks.extend(self._allocate(missing))
         return Reservation(match.num_tokens, Copy(tail, table.blocks[at]))
 
-    def extend(self, table: BlockTable, start: int, stop: int, now: float = 0.0) -> Reservation | None:
+    def extend(
+        self, table: BlockTable, start: int, stop: int, now: float = 0.0, below: float = inf
+    ) -> Reservation | None:
         """Make positions `start … stop-1` writable: new blocks at the end, and a private copy of the block that
         holds `start` if others can see it. None, and no change, when the pool and the leases cannot give it."""
         size = self.block_size
@@ -190,7 +206,7 @@ class KVManager:
         if not missing and first is not None and self._refs[first] == 1 and self._parents[first] is None:
             return _NOTHING_NEEDED  # fifteen of sixteen decode steps
         shared = first is not None and self._visible_to_others(first)
-        if (missing or shared) and not self.leases.reclaim(missing + shared, now, table.scope.tenant):
+        if (missing or shared) and not self.leases.reclaim(missing + shared, now, table.scope.tenant, below):
             return None
         if first is not None and not shared and self._index.parent[first] is not None:
             self._evict(first)  # a tail of ours alone: its longer successor will be indexed when it is full

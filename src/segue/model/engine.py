@@ -69,7 +69,7 @@ class Engine(EngineCore):
         self,
         model: str | Path | LoadedModel = "smollm2",
         *,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         clock: Clock | None = None,
         progress: Progress | None = None,
         **options: Any,

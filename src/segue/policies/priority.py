@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from segue.policies.policy import TurnView
+from segue.policies.policy import Policy, TurnView
 
 
-class Priority:
+class Priority(Policy):
     """The smallest number runs first; among equals, whoever came first. The last of these yields first."""
+
+    name = "priority"
 
     def order(self, turn: TurnView, now: float) -> tuple[Any, ...]:
         return (turn.priority, turn.arrived_at, turn.id)

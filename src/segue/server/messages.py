@@ -42,6 +42,8 @@ class Problem(msgspec.Struct, array_like=True, frozen=True):
 class Start(msgspec.Struct, tag=True, frozen=True):
     model: str
     options: dict[str, Any]
+    policy: str | None = None
+    policy_state: str | None = None  # a file
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
@@ -79,6 +79,12 @@ TABLE = (
         alias="num_preemptions",
     ),
     Entry("revoked_blocks", "counter", "Leased blocks taken back by pressure or a quota.", source="revoked_blocks"),
+    Entry("pin_decisions", "counter", "Ends of turns after which the policy decided, by command.", labels=("tool",)),
+    Entry("pins", "counter", "Of those, KV kept for the job's next turn.", labels=("tool",)),
+    Entry("pin_hits", "counter", "Of those, jobs that came back to it.", labels=("tool",)),
+    Entry("pin_late_returns", "counter", "Of those, jobs that came back after it was given up.", labels=("tool",)),
+    Entry("pinned_block_seconds", "counter", "Blocks kept, times seconds: used or wasted.", labels=("tool", "kind")),
+    Entry("pin_regret_seconds", "counter", "What an oracle would have gained more, by command.", labels=("tool",)),
     Entry("steps", "counter", "Steps run.", source="num_steps"),
     Entry("engine_restarts", "counter", "Times the engine's process was started again.", source="restarts"),
     Entry(
@@ -116,7 +122,7 @@ class Metrics:
         self._counters = {
             entry.name: Counter(f"segue:{entry.name}", entry.help, entry.labels, registry=self._registry)
             for entry in TABLE
-            if entry.kind == "counter" and entry.labels and entry.name != "prefix_hit_tokens"
+            if entry.kind == "counter" and "tenant" in entry.labels
         }
         self._engine = _EngineMetrics(names, self._histograms)
         self._registry.register(self._engine)
@@ -179,9 +185,36 @@ class _EngineMetrics:
                 elif entry.source is not None and entry.source in self.stats:
                     family = GaugeMetricFamily if entry.kind == "gauge" else CounterMetricFamily
                     yield family(name, entry.help, value=self.stats[entry.source])
-        if "reused_tokens" in self.stats:
-            [entry] = [entry for entry in TABLE if entry.name == "prefix_hit_tokens"]
-            hits = CounterMetricFamily(f"segue:{entry.name}", entry.help, labels=entry.labels)
-            hits.add_metric(["lease"], self.stats["held_tokens"])
-            hits.add_metric(["index"], self.stats["reused_tokens"] - self.stats["held_tokens"])
-            yield hits
+        for entry in TABLE:
+            if "reused_tokens" in self.stats and entry.name in _LABELLED:
+                series = CounterMetricFamily(f"segue:{entry.name}", entry.help, labels=entry.labels)
+                for labels, value in _LABELLED[entry.name](self.stats):
+                    series.add_metric(labels, value)
+                yield series
+
+
+Series = Iterable[tuple[list[str], float]]
+
+
+def _hits(stats: Mapping[str, Any]) -> Series:
+    held = stats.get("held_tokens", 0)
+    return [(["lease"], held), (["index"], stats.get("reused_tokens", 0) - held)]
+
+
+def _sums(field: str, *labels: str) -> Callable[[Mapping[str, Any]], Series]:
+    """Of the policy's decisions, by command."""
+    return lambda stats: [([tool or "none", *labels], sums[field]) for tool, sums in stats.get("decisions", {}).items()]
+
+
+_LABELLED: dict[str, Callable[[Mapping[str, Any]], Series]] = {
+    "prefix_hit_tokens": _hits,
+    "pin_decisions": _sums("num_decisions"),
+    "pins": _sums("num_pinned"),
+    "pin_hits": _sums("num_hits"),
+    "pin_late_returns": _sums("num_late"),
+    "pin_regret_seconds": _sums("regret_seconds"),
+    "pinned_block_seconds": lambda stats: [
+        *_sums("used_block_seconds", "used")(stats),
+        *_sums("wasted_block_seconds", "wasted")(stats),
+    ],
+}

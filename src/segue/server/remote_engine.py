@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from segue.base.errors import EngineClosed, SegueError
@@ -120,8 +121,10 @@ class Answering:
 class RemoteEngine:
     """Starts the process, keeps it alive, and carries messages both ways."""
 
-    def __init__(self, model: str, options: dict[str, Any]) -> None:
-        self._start = Start(model, options)
+    def __init__(
+        self, model: str, options: dict[str, Any], *, policy: str | None = None, policy_state: Path | None = None
+    ) -> None:
+        self._start = Start(model, options, policy, None if policy_state is None else str(policy_state.absolute()))
         self._answering: dict[str, Answering] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._last_number = 0

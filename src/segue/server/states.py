@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 
 from segue.base.errors import StateError
 from segue.server.fields import ForkBody, HoldBody, LoadBody, SaltBody, SaveBody
@@ -64,6 +64,17 @@ def states(service: Service) -> APIRouter:
         hold = True if body.hold_seconds is None else body.hold_seconds
         with _named(path, body.name):
             return JsonResponse(_json(await ask("load", path=str(path), salt=salt, state_id=None, hold=hold)))
+
+    @router.get("/v1/decisions")
+    async def list_decisions(
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=4096)] = 100,
+        job_id: Annotated[str | None, Query(min_length=1, max_length=256)] = None,
+    ) -> JsonResponse:
+        """What the policy did with the KV of this tenant's jobs, the newest first."""
+        tenant: str = request.state.gate.tenant.name
+        found = await ask("decisions", tenant=tenant, limit=limit, job_id=job_id)
+        return JsonResponse({"object": "list", "data": found})
 
     @router.get("/v1/states/saved")
     async def list_saved(request: Request) -> JsonResponse:

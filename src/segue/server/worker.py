@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +26,7 @@ from segue.base.errors import SegueError, StateError, UnknownState
 from segue.base.types import SamplingParams
 from segue.engine import Delta, EngineCore, Export, Request
 from segue.kv import KVEvent, Revoked
+from segue.policies import load_learned, save_learned
 from segue.server.bundle import Bundle
 from segue.server.jobs import Jobs
 from segue.server.messages import (
@@ -52,6 +55,7 @@ from segue.state.store import save as save_snapshot
 _log = logging.getLogger(__name__)
 _RECEIVE_BYTES = 1 << 18
 _LONGEST_SLEEP = 60.0
+_LEARNED_SECONDS = 60.0  # what the policy has learned is written this often
 _BUNDLE_SECONDS = 0.01  # tokens of one answer that come faster than this travel together
 _MOST_BEHIND = 64 << 20  # bytes not yet sent: past this the engine waits for its reader
 T = TypeVar("T")
@@ -60,8 +64,10 @@ T = TypeVar("T")
 class EngineProcess:
     """Everything happens on one thread but the files of `save` and `load`, whose chunks take their turn between steps."""
 
-    def __init__(self, engine: EngineCore, sock: socket.socket) -> None:
+    def __init__(self, engine: EngineCore, sock: socket.socket, policy_state: Path | None = None) -> None:
         self._engine = engine
+        self._policy_state = policy_state
+        self._learned_at = time.monotonic()
         self._sock = sock
         self._frames = Frames(ToEngine)
         self._out: deque[memoryview] = deque()
@@ -83,6 +89,7 @@ class EngineProcess:
         engine.kv.observe(self._observe)
         self._verbs: dict[str, Callable[..., Any]] = {
             "stats": self._stats,
+            "decisions": self._decisions,
             "states": self._states,
             "state": self._state,
             "fork": self._fork,
@@ -110,6 +117,18 @@ class EngineProcess:
             if parts := self._bundle.take(everything=not self._engine.has_work):
                 self._send(Deltas(parts))
             self._flush()
+            if self._policy_state is not None and time.monotonic() > self._learned_at + _LEARNED_SECONDS:
+                self.save_learned()
+        self.save_learned()
+
+    def save_learned(self) -> None:
+        """What the policy has learned survives a restart; that it cannot be written is no reason to stop."""
+        if self._policy_state is not None:
+            self._learned_at = time.monotonic()
+            try:
+                save_learned(self._policy_state, self._engine.policy)
+            except OSError as error:
+                _log.warning("what the policy has learned cannot be written: %s", error)
 
     def _has_work(self) -> bool:
         return bool(self._tasks or (self._engine.has_work and self._behind < _MOST_BEHIND))
@@ -195,6 +214,7 @@ class EngineProcess:
                 job_id=message.job_id,
                 hold=message.hold,
                 priority=message.priority,
+                is_last_step=message.is_last_step,
                 detokenize=False,
                 **content,
             )
@@ -258,9 +278,15 @@ class EngineProcess:
         return counts | {
             "prefilled_tokens": prefilled,
             "revoked_blocks": self._num_revoked,
+            "decisions": {tool: asdict(sums) for tool, sums in self._engine.decision_sums().items()},
             "kv_blocks": config.num_blocks - 1,
             "block_size": config.block_size,
         }
+
+    def _decisions(self, tenant: str, limit: int, job_id: str | None) -> list[dict[str, Any]]:
+        now = self._engine.now()
+        found = islice(self._engine.decisions(tenant, job_id), limit)
+        return [decision.to_json() | {"seconds_ago": round(now - decision.decided_at, 3)} for decision in found]
 
     def _observe(self, event: KVEvent) -> None:
         if isinstance(event, Revoked):
@@ -401,7 +427,9 @@ def main(descriptor: int) -> None:
     try:
         from segue.model.engine import Engine
 
-        engine = Engine(start.model, own_process=True, **start.options)
+        engine = Engine(start.model, own_process=True, policy=start.policy, **start.options)
+        if start.policy_state is not None:
+            load_learned(Path(start.policy_state), engine.policy)
     except SegueError as error:
         sock.sendall(frame(Failed(problem_of(error))))
         return
@@ -416,7 +444,7 @@ def main(descriptor: int) -> None:
     )
     sock.sendall(frame(ready))
     try:
-        EngineProcess(engine, sock).run()
+        EngineProcess(engine, sock, Path(start.policy_state) if start.policy_state is not None else None).run()
     finally:
         engine.close()
 

@@ -3,10 +3,12 @@
 import importlib.util
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from segue.policies import Sums
 from segue.server.generation import Usage
 from segue.server.metrics import TABLE, Metrics
 
@@ -33,6 +35,7 @@ def series():
     metrics.inter_token(0.01, 2)
     metrics.request_ended("tenant", "finished", 1.0, Usage(3, 2, 1))
     stats = {entry.source: 1 for entry in TABLE if entry.source is not None} | {"held_tokens": 1, "reused_tokens": 1}
+    stats["decisions"] = {"pytest": asdict(Sums(num_decisions=1))}
     text = metrics.render(stats).decode()
     return {re.match(r"[\w:]+", line)[0] for line in text.splitlines() if not line.startswith("#")}
 

@@ -203,12 +203,22 @@ def interrupted(index, out):
     out[:] = bytes(len(out))
 
 
+@pytest.fixture
+def heeding_interrupts():
+    """A shell starts what runs in its background with this signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("old", [True, False])
 @pytest.mark.parametrize(
     ("fill", "expected"),
     [(failing(ValueError()), ValueError), (failing(SystemExit()), SystemExit), (interrupted, KeyboardInterrupt)],
 )
-def test_after_an_error_or_an_interrupt_the_old_state_is_there_and_nothing_else(path, fill, expected, old):
+def test_after_an_error_or_an_interrupt_the_old_state_is_there_and_nothing_else(
+    path, fill, expected, old, heeding_interrupts
+):
     state = snapshot()
     if old:
         save(path, state, filler(state))

@@ -1,0 +1,252 @@
+"""Turns of one job, and its KV between them: what the policy decides is carried out here, and what came of it written down."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from segue.base.clock import Clock
+from segue.engine.sequence import Hold, Sequence, Turn
+from segue.engine.text import Decode
+from segue.kv import KVManager, Lease
+from segue.policies import (
+    Call,
+    Decision,
+    Decisions,
+    Disposition,
+    Job,
+    JobBook,
+    JobEnded,
+    PinView,
+    Policy,
+    Pressure,
+    Returned,
+    Started,
+    TurnEnd,
+)
+from segue.toolcalls.uses import find_use
+
+_MOST_TEXT_TOKENS = 4096  # of an answer's end, in which its tool call is looked for
+_FADE = 0.1  # of an average, for each new value
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """KV of a turn that has ended, kept for the job's next one because the policy said so."""
+
+    job: Job
+    lease: Lease
+    end: TurnEnd
+    since: float
+    decision: Decision
+    value: float  # as the policy last said
+    num_blocks: int
+    changed_at: float
+
+
+class Gauge:
+    """What a token of a prompt takes, and how long turns without their KV queue, of late."""
+
+    def __init__(self) -> None:
+        self.seconds_per_token = 0.0
+        self.queue_seconds = 0.0
+
+    def step(self, seconds: float, num_tokens: int, num_rows: int) -> None:
+        """Only steps that are mostly prompt tell."""
+        if num_tokens >= 4 * num_rows > 0 and seconds > 0:
+            self.seconds_per_token = _faded(self.seconds_per_token, seconds / num_tokens)
+
+    def queued(self, seconds: float) -> None:
+        self.queue_seconds += (seconds - self.queue_seconds) * _FADE
+
+
+class JobDesk:
+    def __init__(
+        self,
+        policy: Policy,
+        kv: KVManager,
+        clock: Clock,
+        load: Callable[[], tuple[int, int]],
+        decode: Decode | None = None,
+    ) -> None:
+        """`load` says how many turns wait and run; without `decode` no tool calls are found."""
+        self.book = JobBook()
+        self.decisions = Decisions()
+        self.gauge = Gauge()
+        self._policy = policy
+        self._kv = kv
+        self._clock = clock
+        self._load = load
+        self._decode = decode
+        self._pins: dict[Job, list[Pin]] = {}
+        self._by_lease: dict[int, Pin] = {}
+        self._reviews: list[tuple[float, int, Pin]] = []
+        self._count = 0
+        kv.leases.watch = self._lease_changed
+
+    # A turn's life
+
+    def arrive(self, turn: Turn) -> None:
+        """What is kept for the job now waits for this turn: it neither expires nor is the first to give way."""
+        if turn.job_id is None:
+            return
+        now = self._clock.now()
+        turn.job, gap = self.book.begin(turn.scope.salt, turn.job_id, now)
+        turn.claims = [pin.lease for pin in self._pins.get(turn.job, ())]
+        for lease in turn.claims:
+            self._kv.leases.await_heir(lease)
+            self._kv.leases.renew(lease, expires_at=lease.expires_at, value=inf)  # who it was kept for is here
+        if gap is not None:
+            self._policy.observe(Returned(turn.job.id, turn.job.call, gap))
+            outcome = "returned" if turn.claims else "late"
+            for decision in turn.job.decisions:
+                decision.pinned_seconds = gap if outcome == "returned" else min(decision.pinned_seconds, gap)
+                self.decisions.close(decision, outcome, gap)
+            turn.job.decisions = []
+
+    def start(self, turn: Turn, sequence: Sequence) -> None:
+        """It runs, with the blocks it found; what was kept for it is its own now."""
+        if turn.job is None or turn.has_started:
+            return
+        turn.has_started = True
+        reused = sequence.reuse.inherited if sequence.reuse is not None else 0
+        lost = max(turn.job.num_kv - reused, 0)
+        waited = max(self._clock.now() - turn.arrived_at, 0.0)
+        for lease in self._settle(turn):
+            pin = self._by_lease.get(lease.id)
+            if pin is not None and pin.lease is lease:
+                pin.decision.hit_tokens = reused
+            self._kv.leases.end(lease, "continued")
+        if lost:
+            self.gauge.queued(waited)
+        self._policy.observe(Started(sequence.view(), waited, reused, lost))
+
+    def _settle(self, turn: Turn) -> list[Lease]:
+        """Claims are given up: to be ended, or to go on as they were."""
+        claims, turn.claims = turn.claims, []
+        for lease in claims:
+            self._kv.leases.heir_settled(lease)
+            pin = self._by_lease.get(lease.id)
+            if pin is not None and pin.lease is lease and not lease.num_heirs:
+                self._kv.leases.renew(lease, expires_at=lease.expires_at, value=pin.value)
+        return claims
+
+    def dispose(self, sequence: Sequence) -> tuple[Disposition, TurnEnd] | None:
+        """What becomes of the KV of an answer that has ended well; None if that is not for the policy to say."""
+        turn = sequence.turn
+        if turn.job is None or turn.hold is not None or turn.is_last_step or turn.job.is_over:
+            return None
+        end = TurnEnd(sequence.view(), self._kv.blocks_for(sequence.num_computed), self._call_of(sequence))
+        return self._policy.at_turn_end(end, self.pressure(), self._clock.now()), end
+
+    def hold_for(self, disposition: Disposition) -> Hold | None:
+        return Hold(disposition.keep_seconds, disposition.value) if disposition.keep_seconds > 0 else None
+
+    def decided(self, turn: Turn, disposition: Disposition, end: TurnEnd, lease: Lease | None) -> None:
+        job, now = turn.job, self._clock.now()
+        assert job is not None
+        decision = self.decisions.add(turn.scope.salt, end, disposition, now)
+        job.decisions.append(decision)
+        if lease is not None and lease in self._kv.leases:
+            pin = Pin(job, lease, end, now, decision, disposition.value, len(lease.blocks), now)
+            self._pins.setdefault(job, []).append(pin)
+            self._by_lease[lease.id] = pin
+            self._plan_review(pin, disposition, now)
+
+    def end(self, sequence: Sequence) -> None:
+        """Called for each of a turn's answers; the last to end is the turn's end. With the job's last step all goes."""
+        turn, job = sequence.turn, sequence.turn.job
+        if job is None or any(other.finish_reason is None for other in turn.sequences):
+            return
+        self._settle(turn)
+        turn.job = None
+        now = self._clock.now()
+        call = self._call_of(sequence) if self._policy.reads_calls and not turn.is_last_step else None
+        job.num_kv = sequence.num_computed
+        is_over = self.book.end(turn.scope.salt, job, call, now, is_last=turn.is_last_step)
+        if is_over:
+            self._policy.observe(JobEnded(job.id, job.num_turns))
+        if job.is_over:
+            self._end_pins(job)
+
+    def _end_pins(self, job: Job) -> None:
+        for pin in list(self._pins.get(job, ())):
+            self._kv.leases.end(pin.lease)
+        for decision in job.decisions:
+            self.decisions.close(decision, "over", None)
+        job.decisions = []
+
+    def _call_of(self, sequence: Sequence) -> Call | None:
+        """Decoded and read once a turn, and only if the policy wants to know."""
+        if not self._policy.reads_calls or self._decode is None:
+            return None
+        turn = sequence.turn
+        if turn.call is None:
+            output = sequence.tokens[max(sequence.num_prompt, len(sequence.tokens) - _MOST_TEXT_TOKENS) :]
+            use = find_use(self._decode(output))
+            turn.call = (Call(use.tool, use.key, f"{turn.scope.salt}\0{turn.job_id}") if use is not None else None,)
+        return turn.call[0]
+
+    # Pins
+
+    def pressure(self) -> Pressure:
+        kv = self._kv
+        num_waiting, num_running = self._load()
+        return Pressure(
+            num_blocks=kv.num_blocks,
+            num_free=kv.num_free,
+            num_leased=kv.leases.totals.total(),
+            num_waiting=num_waiting,
+            num_running=num_running,
+            block_size=kv.block_size,
+            seconds_per_token=self.gauge.seconds_per_token,
+            queue_seconds=self.gauge.queue_seconds,
+        )
+
+    def review(self, now: float) -> None:
+        """Ask again about pins whose time for it has come."""
+        while self._reviews and self._reviews[0][0] <= now:
+            _, _, pin = heapq.heappop(self._reviews)
+            if self._by_lease.get(pin.lease.id) is not pin or pin.lease.num_heirs:
+                continue
+            view = PinView(pin.end, pin.since, len(pin.lease.blocks))
+            disposition = self._policy.review(view, self.pressure(), now)
+            if disposition.keep_seconds <= 0:
+                self._kv.leases.end(pin.lease, "expired")
+                continue
+            pin.value = disposition.value
+            self._kv.leases.renew(pin.lease, expires_at=now + disposition.keep_seconds, value=pin.value)
+            self._plan_review(pin, disposition, now)
+
+    def next_review(self) -> float | None:
+        return self._reviews[0][0] if self._reviews else None
+
+    def _plan_review(self, pin: Pin, disposition: Disposition, now: float) -> None:
+        if disposition.review_seconds is not None and disposition.review_seconds < disposition.keep_seconds:
+            self._count += 1
+            heapq.heappush(self._reviews, (now + disposition.review_seconds, self._count, pin))
+
+    def _lease_changed(self, lease: Lease) -> None:
+        """A lease has shrunk or ended."""
+        pin = self._by_lease.get(lease.id)
+        if pin is None or pin.lease is not lease:
+            return
+        now, decision = self._clock.now(), pin.decision
+        decision.block_seconds += pin.num_blocks * max(now - pin.changed_at, 0.0)
+        pin.num_blocks, pin.changed_at = len(lease.blocks), now
+        if lease in self._kv.leases:
+            return
+        del self._by_lease[lease.id]
+        if decision.outcome == "open":
+            decision.pinned_seconds = max(now - pin.since, 0.0)
+        self.decisions.unpinned(decision)
+        pins = self._pins[pin.job]
+        pins.remove(pin)
+        if not pins:
+            del self._pins[pin.job]
+
+
+def _faded(average: float, value: float) -> float:
+    return value if average == 0.0 else average + (value - average) * _FADE

@@ -1,0 +1,99 @@
+"""Segue's own: one price, in seconds of job time, for keeping KV, for losing it, and for waiting.
+
+**Keep.** While a tool runs, its job's KV is worth the time to compute it again, if the job comes back. Keeping it costs that
+part of the device which lies idle with the memory: its share of the pool, as far as turns wait for memory, for E[min(gap, τ)].
+The distribution of the gap is learned (`durations.py`); τ is where the difference is largest. It is looked at again while the
+gap lasts, with the distribution of what is left of it.
+
+**Give way.** A pin is not a wall but a price: its value per token is what keeping it would still gain if all memory were
+wanted. The first in the queue, if it does not fit, takes a pin once it has stood there for so long that the idle memory has
+cost as much. Turns that run and grow take pins before they preempt each other, unless the pin's job is back.
+
+**Order.** Turns whose KV is in place, or that were preempted, go first, and of these and of the others those of the jobs that
+have come furthest: they finish and give their memory back. A new job goes before one that came later. Every sixteenth
+admission is for the turn that waits longest, whatever it is, so nobody waits for more than sixteen times as many admissions
+as under first come, first served.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from segue.policies.durations import LONGEST, Durations
+from segue.policies.policy import Disposition, JobEvent, PinView, Policy, Pressure, Returned, TurnEnd, TurnView
+
+_LEAST_COST = 0.02  # of a second of keeping, when memory is plentiful: what is never asked for again ends some day
+_LEAST_VALUE = 1e-9
+_LEAST_BID = 1e-12
+_FIRST_REVIEW = 0.25  # seconds; each later one is twice as far from the start
+
+
+class Adaptive(Policy):
+    name = "adaptive"
+    reads_calls = True
+    bids = True
+
+    fair_every = 16
+    growth_bid = sys.float_info.max  # any pin, unless the job it was kept for is back
+
+    def __init__(self, durations: Durations | None = None) -> None:
+        self.durations = durations if durations is not None else Durations()
+
+    # Who runs
+
+    def order(self, turn: TurnView, now: float) -> tuple[Any, ...]:
+        begun = turn.is_pinned or turn.num_preemptions > 0
+        return (turn.priority, not begun, -turn.num_turns, turn.job_arrived_at, turn.arrived_at, turn.id)
+
+    def victim(self, turn: TurnView, now: float) -> tuple[Any, ...]:
+        return (turn.priority, not turn.is_last_step, -turn.num_turns, turn.job_arrived_at, turn.arrived_at, turn.id)
+
+    def bid(self, turn: TurnView, pressure: Pressure, now: float) -> float:
+        """What the memory could have done while the first in the queue stood before it."""
+        return max(turn.blocked_seconds / max(pressure.num_blocks * pressure.block_size, 1), _LEAST_BID)
+
+    # What is kept
+
+    def at_turn_end(self, end: TurnEnd, pressure: Pressure, now: float) -> Disposition:
+        return self._disposition(end, end.num_blocks, pressure, 0.0)
+
+    def review(self, pin: PinView, pressure: Pressure, now: float) -> Disposition:
+        return self._disposition(pin.end, pin.num_blocks, pressure, max(now - pin.since, 0.0))
+
+    def _disposition(self, end: TurnEnd, num_blocks: int, pressure: Pressure, elapsed: float) -> Disposition:
+        tokens = min(end.turn.num_computed, num_blocks * pressure.block_size)
+        benefit = tokens * pressure.seconds_per_token
+        share = num_blocks / max(pressure.num_blocks, 1)
+        gap = self.durations.of(end.call)
+        keep = gap.best_keep(benefit, max(scarcity(pressure) * share, _LEAST_COST * benefit / LONGEST), elapsed)
+        if keep.seconds <= 0 or num_blocks <= 0:
+            return Disposition(benefit_seconds=benefit, p_return=keep.p_return, why="does not pay")
+        wanted = gap.best_keep(benefit, share, elapsed)  # if others want the memory
+        return Disposition(
+            keep_seconds=keep.seconds,
+            value=max(wanted.utility / max(tokens, 1), _LEAST_VALUE),
+            review_seconds=max(elapsed, _FIRST_REVIEW),
+            p_return=keep.p_return,
+            benefit_seconds=benefit,
+            why="pays",
+        )
+
+    # How it learns
+
+    def observe(self, event: JobEvent) -> None:
+        if isinstance(event, Returned) and event.call is not None:
+            self.durations.learn(event.call, event.seconds)
+
+    def to_json(self) -> dict[str, Any]:
+        return self.durations.to_json()
+
+    def restore(self, data: Mapping[str, Any]) -> None:
+        self.durations.restore(data)
+
+
+def scarcity(pressure: Pressure) -> float:
+    """How much of the device lies idle with idle memory: all of it if turns wait for memory, none while there is plenty."""
+    used = 1.0 - pressure.num_free / pressure.num_blocks if pressure.num_blocks else 0.0
+    return min(max((used - 0.5) * 2.5, 0.0), 1.0) if pressure.num_waiting else max(0.0, used - 0.8) * 2.5
