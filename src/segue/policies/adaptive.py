@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from segue.policies.durations import LONGEST, Durations
+from segue.policies.durations import LONGEST, Call, Durations
 from segue.policies.policy import Disposition, JobEvent, PinView, Policy, Pressure, Returned, TurnEnd, TurnView
 
 _LEAST_COST = 0.02  # of a second of keeping, when memory is plentiful: what is never asked for again ends some day
@@ -66,11 +66,12 @@ class Adaptive(Policy):
         tokens = min(end.turn.num_computed, num_blocks * pressure.block_size)
         benefit = tokens * pressure.seconds_per_token
         share = num_blocks / max(pressure.num_blocks, 1)
-        gap = self.durations.of(end.call)
-        keep = gap.best_keep(benefit, max(scarcity(pressure) * share, _LEAST_COST * benefit / LONGEST), elapsed)
+        gap = self.durations.of(_known(end.call, end.turn.job_id))
+        cost = max(scarcity(pressure) * share, _LEAST_COST * benefit / LONGEST)
+        keep = gap.best_keep(benefit, cost, elapsed)
         if keep.seconds <= 0 or num_blocks <= 0:
             return Disposition(benefit_seconds=benefit, p_return=keep.p_return, why="does not pay")
-        wanted = gap.best_keep(benefit, share, elapsed)  # if others want the memory
+        wanted = keep if cost == share else gap.best_keep(benefit, share, elapsed)  # if others want the memory
         return Disposition(
             keep_seconds=keep.seconds,
             value=max(wanted.utility / max(tokens, 1), _LEAST_VALUE),
@@ -83,14 +84,19 @@ class Adaptive(Policy):
     # How it learns
 
     def observe(self, event: JobEvent) -> None:
-        if isinstance(event, Returned) and event.call is not None:
-            self.durations.learn(event.call, event.seconds)
+        if isinstance(event, Returned):
+            self.durations.learn(_known(event.call, event.job_id), event.seconds)
 
     def to_json(self) -> dict[str, Any]:
         return self.durations.to_json()
 
     def restore(self, data: Mapping[str, Any]) -> None:
         self.durations.restore(data)
+
+
+def _known(call: Call | None, job_id: str | None) -> Call:
+    """A job whose tools are not to be seen in its answers has habits all the same."""
+    return call if call is not None else Call("", "", job_id)
 
 
 def scarcity(pressure: Pressure) -> float:

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 PRIOR = 4.0
-PER_OCTAVE = 4
+PER_OCTAVE = 3
 SHORTEST, LONGEST = 0.01, 4096.0  # seconds; what is shorter or longer counts as this
 _STEPS = round(math.log2(LONGEST / SHORTEST) * PER_OCTAVE)
 EDGES = (0.0, *(SHORTEST * 2 ** (i / PER_OCTAVE) for i in range(_STEPS + 1)))  # no time at all has a bin of its own

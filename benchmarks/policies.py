@@ -1,0 +1,173 @@
+"""What policies cost, and what they bring: `tiny` on this machine, with a pool that is too small for its jobs.
+
+    python benchmarks/policies.py [--only cost|effect] [--jobs N] [--seed N]
+
+The jobs are those of the agents' workload in small: eight turns, a prompt that grows, tools that take .05 to .3 seconds but one
+that takes half a second to a second. Times are real. `tiny` writes no commands, so the tools' names are given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+import statistics
+import time
+from array import array
+
+from segue import Engine, SamplingParams
+from segue.base.config import EngineConfig
+from segue.engine import EngineCore
+from segue.engine.executor import StepResult
+from segue.engine.jobs import JobDesk
+from segue.policies import Adaptive, Call, FirstComeFirstServed, Policy, Pressure, TurnEnd, TurnView, make_policy
+
+POLICIES = ("fcfs", "continuum-released", "continuum", "adaptive")
+TOKENS = (92, 469, 811, 1343, 1655, 2241, 2665, 2915)
+GAPS = ((0.05, 0.15), (0.05, 0.1), (0.05, 0.1), (0.08, 0.2), (0.5, 1.0), (0.05, 0.1), (0.1, 0.3))
+TOOLS = ("ls", "cat", "grep", "sed", "pytest", "git diff", "python")
+
+
+class Nothing:
+    """An executor that computes nothing: what is left is bookkeeping."""
+
+    def execute(self, plan):
+        return StepResult([1] * sum(row.sampling is not None for row in plan.rows))
+
+    def close(self) -> None:
+        pass
+
+
+def cost() -> None:
+    taught = {name: make_policy(name) for name in POLICIES}
+    for policy in taught.values():
+        for number in range(2000):
+            policy.observe(_returned(TOOLS[number % 7], random.random()))
+    config = EngineConfig(2000, 16, max_step_tokens=512, max_running=256, max_model_len=4096)
+    engine = EngineCore(Nothing(), config, policy=Adaptive())
+    for number in range(10_000):
+        engine.submit([number % 50] * 600, SamplingParams(max_tokens=5), job_id=f"job {number}")
+    engine.step()
+    pressure = engine._scheduler.jobs.pressure()
+    print(f"a decision with {pressure.num_waiting:,} turns waiting, µs:")
+    end = TurnEnd(TurnView(1, "j", 0.0, 400, 500, 499, 0), 32, Call("bash", "pytest", "j"))
+    for name, policy in taught.items():
+        print(f"  {name:20}{_microseconds(policy, end, pressure):8.1f}")
+    ratios = [_steps(Adaptive()) / _steps(FirstComeFirstServed()) for _ in range(9)]
+    print(f"a step of 64 decoding, adaptive over fcfs, bookkeeping alone: {statistics.median(ratios):.3f}")
+
+
+def _returned(tool: str, seconds: float):
+    from segue.policies import Returned
+
+    return Returned("j", Call("bash", tool, "j"), seconds)
+
+
+def _microseconds(policy: Policy, end: TurnEnd, pressure: Pressure) -> float:
+    taken = []
+    for _ in range(2000):
+        began = time.perf_counter()
+        policy.at_turn_end(end, pressure, 0.0)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken) * 1e6
+
+
+def _steps(policy: Policy) -> float:
+    config = EngineConfig(4000, 16, max_step_tokens=512, max_running=256, max_model_len=4096)
+    engine = EngineCore(Nothing(), config, policy=policy)
+    for number in range(64):
+        engine.submit([number] * 20, SamplingParams(max_tokens=400), job_id=f"job {number}")
+    for _ in range(20):
+        engine.step()
+    began = time.perf_counter()
+    for _ in range(300):
+        engine.step()
+    return time.perf_counter() - began
+
+
+def effect(num_jobs: int, seed: int, rounds: int) -> None:
+    """Pressure first, then so few jobs that nothing is short. Means of the rounds, whose order turns round each time."""
+    for title, rate, blocks in (("under pressure", 6.0, 900), ("low load", 0.8, 2600)):
+        print(f"{title}: {rate:g} jobs/s, {blocks} blocks")
+        print(f"  {'policy':20}{'mean s':>8}{'p95 s':>8}{'computed':>11}{'preempted':>11}{'of fcfs':>9}")
+        played: dict[str, list[tuple[float, float, int, int]]] = {name: [] for name in POLICIES}
+        for number in range(rounds):
+            for name in POLICIES if number % 2 == 0 else POLICIES[::-1]:
+                played[name].append(_play(name, rate, blocks, num_jobs if rate > 2 else num_jobs // 3, seed))
+        first = statistics.mean(mean for mean, *_ in played["fcfs"])
+        for name, results in played.items():
+            mean, p95, computed, preempted = (statistics.mean(values) for values in zip(*results, strict=True))
+            print(f"  {name:20}{mean:8.2f}{p95:8.2f}{computed:11,.0f}{preempted:11.0f}{mean / first:9.2f}", flush=True)
+
+
+def _play(name: str, rate: float, blocks: int, num_jobs: int, seed: int) -> tuple[float, float, int, int]:
+    calls: dict[str, Call] = {}
+    JobDesk._call_of = lambda desk, sequence: calls.get(sequence.turn.id)  # type: ignore[method-assign]
+    with Engine("tiny", policy=name, num_blocks=blocks, max_running=64) as engine:
+        engine.generate("warm", SamplingParams(max_tokens=8))
+        return _jobs(engine, calls, rate, num_jobs, seed)
+
+
+def _jobs(
+    engine: Engine, calls: dict[str, Call], rate: float, num_jobs: int, seed: int
+) -> tuple[float, float, int, int]:
+    randomly = random.Random(seed)
+    events: list[tuple[float, int, int]] = []
+    tokens: list[array[int]] = []
+    gaps, at = [], 0.0
+    for job in range(num_jobs):
+        at += randomly.expovariate(rate)
+        heapq.heappush(events, (at, job, 0))
+        tokens.append(array("i", [randomly.randrange(250)]))
+        gaps.append([randomly.uniform(*gap) for gap in GAPS])
+    arrived, took = {}, []
+    under_way: dict[str, tuple[int, int]] = {}
+    began = time.perf_counter()
+    while events or engine.has_work:
+        now = time.perf_counter() - began
+        while events and events[0][0] <= now:
+            due, job, turn = heapq.heappop(events)
+            arrived.setdefault(job, due)
+            tokens[job].extend(randomly.randrange(250) for _ in range(TOKENS[turn] - len(tokens[job])))
+            params = SamplingParams(max_tokens=randomly.randint(40, 110), temperature=0, ignore_eos=True)
+            request = engine.submit(tokens[job], params, job_id=f"job {job}", is_last_step=turn == 7)
+            under_way[request] = job, turn
+            if turn < 7:
+                calls[request] = Call("bash", TOOLS[turn], f"job {job}")
+        if not engine.has_work:
+            time.sleep(max(events[0][0] - (time.perf_counter() - began), 0))
+            continue
+        for delta in engine.step():
+            if delta.request_id not in under_way:
+                continue
+            job, turn = under_way[delta.request_id]
+            tokens[job].extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                del under_way[delta.request_id]
+                now = time.perf_counter() - began
+                if turn == 7:
+                    took.append(now - arrived[job])
+                else:
+                    heapq.heappush(events, (now + gaps[job][turn], job, turn + 1))
+    engine.check()
+    stats = engine.stats()
+    computed = stats.prompt_tokens - stats.reused_tokens + stats.generated_tokens
+    took.sort()
+    return statistics.mean(took), took[int(0.95 * len(took))], computed, stats.num_preemptions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=["cost", "effect"])
+    parser.add_argument("--jobs", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
+    if options.only in (None, "cost"):
+        cost()
+    if options.only in (None, "effect"):
+        effect(options.jobs, options.seed, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
