@@ -41,7 +41,7 @@ class Pin:
     end: TurnEnd
     since: float
     decision: Decision
-    value: float  # as the policy last said
+    disposition: Disposition  # as the policy last said
     num_blocks: int
     changed_at: float
 
@@ -130,7 +130,8 @@ class JobDesk:
             self._kv.leases.heir_settled(lease)
             pin = self._by_lease.get(lease.id)
             if pin is not None and pin.lease is lease and not lease.num_heirs:
-                self._kv.leases.renew(lease, expires_at=lease.expires_at, value=pin.value)
+                self._kv.leases.renew(lease, expires_at=lease.expires_at, value=pin.disposition.value)
+                self._plan_review(pin, self._clock.now())  # one that came up meanwhile was passed over
         return claims
 
     def dispose(self, sequence: Sequence) -> tuple[Disposition, TurnEnd] | None:
@@ -150,10 +151,10 @@ class JobDesk:
         decision = self.decisions.add(turn.scope.salt, end, disposition, now)
         job.decisions.append(decision)
         if lease is not None and lease in self._kv.leases:
-            pin = Pin(job, lease, end, now, decision, disposition.value, len(lease.blocks), now)
+            pin = Pin(job, lease, end, now, decision, disposition, len(lease.blocks), now)
             self._pins.setdefault(job, []).append(pin)
             self._by_lease[lease.id] = pin
-            self._plan_review(pin, disposition, now)
+            self._plan_review(pin, now)
 
     def end(self, sequence: Sequence) -> None:
         """Called for each of a turn's answers; the last to end is the turn's end. With the job's last step all goes."""
@@ -216,14 +217,15 @@ class JobDesk:
             if disposition.keep_seconds <= 0:
                 self._kv.leases.end(pin.lease, "expired")
                 continue
-            pin.value = disposition.value
-            self._kv.leases.renew(pin.lease, expires_at=now + disposition.keep_seconds, value=pin.value)
-            self._plan_review(pin, disposition, now)
+            pin.disposition = disposition
+            self._kv.leases.renew(pin.lease, expires_at=now + disposition.keep_seconds, value=disposition.value)
+            self._plan_review(pin, now)
 
     def next_review(self) -> float | None:
         return self._reviews[0][0] if self._reviews else None
 
-    def _plan_review(self, pin: Pin, disposition: Disposition, now: float) -> None:
+    def _plan_review(self, pin: Pin, now: float) -> None:
+        disposition = pin.disposition
         if disposition.review_seconds is not None and disposition.review_seconds < disposition.keep_seconds:
             self._count += 1
             heapq.heappush(self._reviews, (now + disposition.review_seconds, self._count, pin))

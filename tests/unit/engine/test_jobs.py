@@ -211,6 +211,24 @@ def test_a_pin_is_looked_at_again_while_the_gap_lasts():
     assert engine.kv.num_free > before, "what is never asked for again ends some day"
 
 
+def test_a_pin_whose_turn_was_given_up_is_looked_at_again():
+    policy = Adaptive()
+    for _ in range(60):
+        policy.durations.learn(Call("bash", "ls"), 0.1)
+    engine, clock = make(policy, num_blocks=24, max_model_len=60)
+    tokens = turn(engine, prompt_of(1, 30), job_id="j")
+    [pin] = engine.kv.leases
+    at_first = pin.value
+    request = engine.submit([*tokens, 1], greedy(2), job_id="j")
+    clock.advance(5.0)
+    engine.expire()  # its review comes up, and is passed over: the job is here
+    engine.abort(request)
+    assert pin.value == at_first
+    clock.advance(5.0)
+    engine.expire()
+    assert pin not in engine.kv.leases or pin.value < at_first / 2
+
+
 def test_continuum_finds_tools_in_the_text(monkeypatch):
     """With a tokenizer, the command in the answer decides."""
     monkeypatch.undo()
