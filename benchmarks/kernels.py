@@ -156,12 +156,9 @@ def bench_rows(kernels: Kernels, rounds: int) -> None:
     weight = torch.ones(HIDDEN)
     for m in (1, 8, 64, 700):
         x, r, out = torch.randn(m, HIDDEN), torch.randn(m, HIDDEN), torch.empty(m, HIDDEN)
-        gate_up, act = torch.randn(m, 2 * INTERMEDIATE), torch.empty(m, INTERMEDIATE)
         calls: dict[str, Callable[[], object]] = {
             "add_rms_norm": lambda x=x, r=r, out=out: kernels.add_rms_norm(r, x, weight, 1e-5, out),
             "torch norm": lambda x=x: F.rms_norm(x, (HIDDEN,), weight, 1e-5),
-            "silu_mul": lambda g=gate_up, a=act: kernels.silu_mul(g, a),
-            "torch silu": lambda g=gate_up: F.silu(g[:, :INTERMEDIATE]) * g[:, INTERMEDIATE:],
         }
         rows[f"M={m}"] = {name: ms * 1e3 for name, ms in fastest_ms(rounds * 20, **calls).items()}
     table("rows, microseconds", rows)

@@ -29,6 +29,10 @@ class Backend(Protocol):
         """A [out, in] weight in the layout and precision this backend multiplies with."""
         ...
 
+    def gated_matrix(self, gate: Tensor, up: Tensor) -> Any:
+        """Two weights of one shape as `gated` multiplies with them."""
+        ...
+
     def vector(self, weight: Tensor) -> Tensor: ...
 
     def prepare(self, batch: Batch) -> None:
@@ -47,7 +51,9 @@ class Backend(Protocol):
         """residual += x, in place; the norm of the sum."""
         ...
 
-    def silu_mul(self, gate_up: Tensor, into: str) -> Tensor: ...
+    def gated(self, x: Tensor, matrix: Any, into: str) -> Tensor:
+        """silu(x @ gate.T) * (x @ up.T), of a `gated_matrix`."""
+        ...
 
     def rope_store(
         self, qkv: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, q_norm: Tensor | None, k_norm: Tensor | None

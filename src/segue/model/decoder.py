@@ -60,7 +60,7 @@ class Decoder:
                 x, residual = x[batch.sample_rows], residual[batch.sample_rows]
             x = ops.linear(x, layer.o, layer.o_bias, into="hidden")
             x = ops.add_rms_norm(residual, x, layer.post_norm, eps, into="normed")
-            x = ops.silu_mul(ops.linear(x, layer.gate_up, None, into="gate_up"), into="gated")
+            x = ops.gated(x, layer.gate_up, into="gated")
             x = ops.linear(x, layer.down, None, into="hidden")
             x = ops.add_rms_norm(residual, x, self._norm_after(index), eps, into="normed")
         return ops.linear(x, self._head, None, into="logits").float()
@@ -85,7 +85,7 @@ def _layer(weights: Mapping[str, Tensor], prefix: str, window: int | None, backe
         o=backend.matrix(weights[prefix + "o"]),
         o_bias=vector("o_bias"),
         post_norm=backend.vector(weights[prefix + "post_norm"]),
-        gate_up=backend.matrix(stacked("gate", "up")),
+        gate_up=backend.gated_matrix(weights[prefix + "gate"], weights[prefix + "up"]),
         down=backend.matrix(weights[prefix + "down"]),
         window=window,
     )

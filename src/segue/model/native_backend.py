@@ -40,6 +40,10 @@ class NativeBackend:
         self._num_weights += weight.numel()
         return self._kernels.pack(weight, self._storage)
 
+    def gated_matrix(self, gate: Tensor, up: Tensor) -> PackedWeight:
+        self._num_weights += gate.numel() + up.numel()
+        return self._kernels.pack_gated(gate, up, self._storage)
+
     def prepare(self, batch: Batch) -> None:
         """A step of a millisecond or so is as fast on one core, and leaves the others to whoever serves its tokens: threads
         that wait for their next piece of work do so at full speed."""
@@ -63,9 +67,8 @@ class NativeBackend:
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, into: str) -> Tensor:
         return self._kernels.add_rms_norm(residual, x, weight, eps, self._buffer(into, *x.shape))
 
-    def silu_mul(self, gate_up: Tensor, into: str) -> Tensor:
-        rows, width = gate_up.shape
-        return self._kernels.silu_mul(gate_up, self._buffer(into, rows, width // 2))
+    def gated(self, x: Tensor, matrix: PackedWeight, into: str) -> Tensor:
+        return self._kernels.gated(x, matrix, self._buffer(into, x.shape[0], matrix.shape[0]))
 
     def rope_store(
         self, qkv: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, q_norm: Tensor | None, k_norm: Tensor | None

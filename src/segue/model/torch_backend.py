@@ -29,6 +29,9 @@ class TorchBackend:
     def matrix(self, weight: Tensor) -> Tensor:
         return weight.to(device=self.device, dtype=self._dtype).contiguous()
 
+    def gated_matrix(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.matrix(torch.cat([gate, up]))
+
     def prepare(self, batch: Batch) -> None:
         pass
 
@@ -47,8 +50,8 @@ class TorchBackend:
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, into: str) -> Tensor:
         return _rms_norm(residual.add_(x), weight, eps)
 
-    def silu_mul(self, gate_up: Tensor, into: str) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def gated(self, x: Tensor, matrix: Tensor, into: str) -> Tensor:
+        gate, up = F.linear(x, matrix).chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def rope_store(

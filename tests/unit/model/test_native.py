@@ -181,18 +181,37 @@ def test_norms(kernels, m, size):
     assert same(alone, out[:1])
 
 
-@pytest.mark.parametrize(("m", "size"), [(1, 5), (2, 1536), (60, 1537)])
-def test_silu_mul(kernels, m, size):
-    gate_up = normal(4, m, 2 * size) * 10
-    out = kernels.silu_mul(gate_up, torch.empty(m, size))
-    gate, up = gate_up.double().chunk(2, -1)
-    torch.testing.assert_close(out.double(), torch.nn.functional.silu(gate) * up, rtol=1e-6, atol=1e-7)
-    assert same(kernels.silu_mul(gate_up[-1:].clone(), torch.empty(1, size)), out[-1:])
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize(("m", "size", "k"), [(1, 5, 3), (2, 1536, 64), (5, 40, 33), (60, 1537, 40), (130, 48, 1600)])
+def test_gated(kernels, m, size, k, storage):
+    """The products are those of `linear`, to the bit, so only the activation has a tolerance."""
+    x, gate, up = normal(4, m, k), normal(5, size, k), normal(6, size, k)
+    packed = kernels.pack_gated(gate, up, storage)
+    out = kernels.gated(x, packed, torch.full((m, size), torch.nan))
+    gates, ups = (
+        kernels.linear(x, kernels.pack(side, storage), None, torch.empty(m, size)).double() for side in (gate, up)
+    )
+    torch.testing.assert_close(out.double(), torch.nn.functional.silu(gates) * ups, rtol=1e-6, atol=1e-7)
+    assert same(kernels.gated(x[-1:].clone(), packed, torch.empty(1, size)), out[-1:])
+
+
+def test_a_gated_weight_is_for_gated_alone(kernels):
+    weight, pair = kernels.pack(normal(1, 4, 3), "fp32"), kernels.pack_gated(normal(1, 4, 3), normal(2, 4, 3), "fp32")
+    x, out = normal(3, 2, 3), torch.empty(2, 4)
+    with pytest.raises(ValueError, match="gated"):
+        kernels.linear(x, pair, None, out)
+    with pytest.raises(ValueError, match="gated"):
+        kernels.gated(x, weight, out)
+    with pytest.raises(ValueError, match="gated"):
+        pair.rows(torch.tensor([0]))
+    with pytest.raises(ValueError, match="one shape"):
+        kernels.pack_gated(normal(1, 4, 3), normal(1, 5, 3), "fp32")
 
 
 def test_silu_at_the_ends_of_the_range(kernels):
-    gate = torch.tensor([[float("-inf"), -200.0, -88.5, -0.0, 88.5, 200.0, float("inf"), float("nan"), -87.0]])
-    out = kernels.silu_mul(torch.cat([gate, torch.ones_like(gate)], 1), torch.empty_like(gate))[0]
+    gate = torch.tensor([[float("-inf"), -200.0, -88.5, -0.0, 88.5, 200.0, float("inf"), float("nan"), -87.0]]).T
+    packed = kernels.pack_gated(gate, torch.ones_like(gate), "fp32")
+    out = kernels.gated(torch.ones(1, 1), packed, torch.empty(1, len(gate)))[0]
     assert out[1].abs() < 1e-30
     assert out[2].abs() < 1e-30
     assert out[3:7].tolist() == [0.0, 88.5, 200.0, float("inf")]

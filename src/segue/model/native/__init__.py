@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from segue.model.native.build import NativeUnavailable, library, open_library
@@ -58,6 +59,7 @@ class PackedWeight:
     _address: int
     _scales_address: int
     _code: int
+    gated: bool = False  # made by `pack_gated`, for `gated` alone
 
     @property
     def nbytes(self) -> int:
@@ -79,11 +81,11 @@ class Kernels:
         self._pack = _bind(free.segue_pack, "pnnnippi")
         self._unpack_rows = _bind(free.segue_unpack, "ppinpnpi")
         self._linear = _bind(free.segue_linear, "pppippnnni")
+        self._gated = _bind(free.segue_gated, "pppipnnni")
         self._attention = _bind(free.segue_attention, "pppipnppnnnnnfnpi")
         self._place = _bind(free.segue_place, "pppnnnnnnnnn")
         self._rms_norm = _bind(locked.segue_rms_norm, "ppfpnni")
         self._add_rms_norm = _bind(locked.segue_add_rms_norm, "pppfpnni")
-        self._silu_mul = _bind(locked.segue_silu_mul, "ppnni")
         self._rope_store = _bind(locked.segue_rope_store, "pppppppippfnnnnni")
 
     def _threads(self) -> int:
@@ -104,6 +106,15 @@ class Kernels:
             self._pack(part.data_ptr(), len(part), k, first, code, lanes.data_ptr(), scales.data_ptr(), self._threads())
         return PackedWeight((n, k), storage, self, lanes, scales, lanes.data_ptr(), scales.data_ptr(), code)
 
+    def pack_gated(self, gate: Tensor, up: Tensor, storage: Storage) -> PackedWeight:
+        """Two weights [N, K] as one for `gated`: their panels in turn, so that both are read as one stream."""
+        if gate.shape != up.shape or gate.dim() != 2:
+            raise ValueError(f"gate {list(gate.shape)} and up {list(up.shape)} must be matrices of one shape")
+        n, k = gate.shape
+        sides = [F.pad(side, (0, 0, 0, -n % self._panel)).view(-1, self._panel, k) for side in (gate, up)]
+        packed = self.pack(torch.stack(sides, 1).view(-1, k), storage)
+        return replace(packed, shape=(n, k), gated=True)
+
     def _zeros(self, count: int) -> Tensor:
         """Lanes of 4 bytes that start on a cache line, or on a huge page when they fill one."""
         alignment = _HUGE_PAGE if count * 4 >= _HUGE_PAGE else 64
@@ -115,6 +126,7 @@ class Kernels:
 
     def _unpack(self, weight: PackedWeight, ids: Tensor) -> Tensor:
         n, k = weight.shape
+        _expect_kind(weight, gated=False)
         ids = ids.to(torch.int64).contiguous()
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= n):
             raise ValueError(f"row ids must be in 0..{n - 1}")
@@ -137,6 +149,7 @@ class Kernels:
         m = x.shape[0]
         _expect("x", x, (m, k))
         _expect("out", out, (m, n))
+        _expect_kind(weight, gated=False)
         if bias is not None:
             _expect("bias", bias, (n,))
         if not m:
@@ -153,6 +166,27 @@ class Kernels:
             n,
             self._threads(),
         )
+        return out
+
+    def gated(self, x: Tensor, weight: PackedWeight, out: Tensor) -> Tensor:
+        """out [M, N] = silu(x @ gate.T) * (x @ up.T), of what `pack_gated` packed; `out` may not overlap `x`."""
+        n, k = weight.shape
+        m = x.shape[0]
+        _expect("x", x, (m, k))
+        _expect("out", out, (m, n))
+        _expect_kind(weight, gated=True)
+        if m:
+            self._gated(
+                x.data_ptr(),
+                weight._address,
+                weight._scales_address,
+                weight._code,
+                out.data_ptr(),
+                m,
+                k,
+                n,
+                self._threads(),
+            )
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
@@ -174,14 +208,6 @@ class Kernels:
         self._add_rms_norm(
             residual.data_ptr(), x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), m, size, self._threads()
         )
-        return out
-
-    def silu_mul(self, gate_up: Tensor, out: Tensor) -> Tensor:
-        """gate_up [M, 2I] holds gate and up side by side; out [M, I] = silu(gate) * up."""
-        m, size = out.shape
-        _expect("gate_up", gate_up, (m, 2 * size))
-        _expect("out", out, (m, size))
-        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), m, size, self._threads())
         return out
 
     def rope_store(
@@ -335,6 +361,13 @@ def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
     if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous():
         found = f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
         raise ValueError(f"{name} must be contiguous {dtype} {list(shape)}, not {found}")
+
+
+def _expect_kind(weight: PackedWeight, gated: bool) -> None:
+    if weight.gated is not gated:
+        raise ValueError(
+            "a weight of pack_gated is for gated alone" if weight.gated else "gated needs a weight of pack_gated"
+        )
 
 
 def _expect_tables(tables: Tensor, sequences: int) -> None:

@@ -170,12 +170,16 @@ Ahead rows_ahead(const Call& c, const T* const* rows, int64_t first, int64_t cou
     return {reinterpret_cast<const char*>(rows[first]), count * c.dim * int64_t(sizeof(T))};
 }
 
+// A panel of keys concerns no token before the first of them.
 template <class T>
-void score_rows(const Call& c, const Buffers& b, Range rows, int64_t used, const Located<T>& next) {
-    for (int64_t t = 0; t < used; t += kPanel)
-        multiply_rows(rows.end - rows.begin, b.queries + rows.begin * c.dim, c.dim,
-                      FloatPanel{b.keys + t * c.dim, nullptr}, 0, c.dim, from_zero(), b.scores + rows.begin * kTile + t,
-                      kTile, rows_ahead(c, next.keys, t, kPanel));
+void score_rows(const Call& c, const Unit& u, Range tokens, int64_t first, int64_t used, const Buffers& b,
+                const Located<T>& next) {
+    for (int64_t t = 0; t < used; t += kPanel) {
+        const int64_t row = std::max(tokens.begin, first + t - u.first_position) * c.group();
+        multiply_rows(tokens.end * c.group() - row, b.queries + row * c.dim, c.dim,
+                      FloatPanel{b.keys + t * c.dim, nullptr}, 0, c.dim, from_zero(), b.scores + row * kTile + t, kTile,
+                      rows_ahead(c, next.keys, t, kPanel));
+    }
 }
 
 // Turns a row's scores into weights relative to its new peak, and rescales what it has summed so far.
@@ -226,7 +230,7 @@ void visit_tile(const Call& c, const Unit& u, int64_t first, Range seen, Range s
     while (!tokens.empty() && (u.keys(c, tokens.begin) & tile).empty()) ++tokens.begin;
     while (!tokens.empty() && (u.keys(c, tokens.end - 1) & tile).empty()) --tokens.end;
     if (tokens.empty()) return;
-    score_rows(c, b, {tokens.begin * group, tokens.end * group}, seen.end - first, next);
+    score_rows(c, u, tokens, first, seen.end - first, b, next);
     Range whole{0, 0};
     for (int64_t j = tokens.begin; j < tokens.end; ++j) {
         const Range keys = u.keys(c, j) & tile, local{keys.begin - first, keys.end - first};

@@ -167,21 +167,52 @@ Blocking blocking_for(const Product& p, int64_t in_place_rows) {
     return {k_block, ceil_div(p.m, row_blocks), p.m <= 64 ? 1 : 8};
 }
 
-// Work is cut into (rows, run of panels). Few rows: long runs of panels, each read from memory once, in order.
+// Panels come in pairs, gate and up for the same columns; what they give stays in the cache until it is combined.
 template <class Panel>
-void run(const Product& p, int threads) {
+void multiply_pairs(const Product& p, int64_t row0, int64_t row1, int64_t panel0, int64_t panel1, int64_t k_block) {
+    static thread_local Scratch scratch;
+    const int64_t rows = row1 - row0, tile = rows * kPanel;
+    float* tiles = scratch.reserve((panel1 - panel0) * tile);
+    for (int64_t k0 = 0; k0 < p.k; k0 += k_block)
+        for (int64_t i = panel0; i < panel1; ++i) {
+            float* c = tiles + (i - panel0) * tile;
+            multiply_block(p, panel_at<Panel>(p, i), row0, row1, k0, std::min(p.k, k0 + k_block),
+                           k0 > 0 ? Start{c, kPanel} : from_zero(), c, kPanel);
+        }
+    for (int64_t i = panel0; i < panel1; i += 2) {
+        const float *gate = tiles + (i - panel0) * tile, *up = gate + tile;
+        const int64_t column = i / 2 * kPanel, width = std::min<int64_t>(kPanel, p.n - column);
+        for (int64_t row = 0; row < rows; ++row)
+            silu_mul(gate + row * kPanel, up + row * kPanel, p.out + (row0 + row) * p.n + column, width);
+    }
+}
+
+// Work is cut into (rows, run of panels), `unit` panels never apart. Few rows: long runs, each read from memory once, in order.
+template <class Panel, class Work>
+void run(const Product& p, int64_t panels, int64_t unit, int threads, const Work& work) {
     const Blocking b = blocking_for(p, Panel::kInPlaceRows);
-    const int64_t panels = ceil_div(p.n, kPanel), row_blocks = ceil_div(p.m, b.row_block);
-    const int64_t run = row_blocks > 1 ? b.panels_at_once : std::max<int64_t>(1, ceil_div(panels, threads * 4));
+    const int64_t at_once = std::max(b.panels_at_once, unit), row_blocks = ceil_div(p.m, b.row_block);
+    const int64_t run = row_blocks > 1 ? at_once : ceil_div(ceil_div(panels, threads * 4), unit) * unit;
     const int64_t runs = ceil_div(panels, run);
     // A weight of half a megabyte is worth two readers even if each value is used once.
-    const bool alone = p.n * p.k < kWorthWaking / 8 && p.m * p.n * p.k < kWorthWaking;
+    const int64_t weights = panels * kPanel * p.k;
+    const bool alone = weights < kWorthWaking / 8 && p.m * weights < kWorthWaking;
     parallel_for(row_blocks * runs, alone ? 1 : threads, [&](int64_t task) {
         const int64_t row0 = task / runs * b.row_block, row1 = std::min(p.m, row0 + b.row_block);
         const int64_t first = task % runs * run, last = std::min(panels, first + run);
-        for (int64_t i = first; i < last; i += b.panels_at_once)
-            multiply_panels<Panel>(p, row0, row1, i, std::min(last, i + b.panels_at_once), b.k_block);
+        for (int64_t i = first; i < last; i += at_once)
+            work(p, row0, row1, i, std::min(last, i + at_once), b.k_block);
     });
+}
+
+template <class Panel>
+void linear(const Product& p, int threads) {
+    run<Panel>(p, ceil_div(p.n, kPanel), 1, threads, multiply_panels<Panel>);
+}
+
+template <class Panel>
+void gated(const Product& p, int threads) {
+    run<Panel>(p, 2 * ceil_div(p.n, kPanel), 2, threads, multiply_pairs<Panel>);
 }
 
 }  // namespace
@@ -225,7 +256,16 @@ SEGUE_API void segue_unpack(const uint32_t* lanes, const float* scales, int32_t 
 SEGUE_API void segue_linear(const float* x, const uint32_t* lanes, const float* scales, int32_t storage,
                             const float* bias, float* out, int64_t m, int64_t k, int64_t n, int32_t threads) {
     const Product p{x, lanes, scales, bias, out, m, k, n};
-    if (storage == kFloat) run<FloatPanel>(p, threads);
-    if (storage == kHalf) run<HalfPanel>(p, threads);
-    if (storage == kCode) run<CodePanel>(p, threads);
+    if (storage == kFloat) linear<FloatPanel>(p, threads);
+    if (storage == kHalf) linear<HalfPanel>(p, threads);
+    if (storage == kCode) linear<CodePanel>(p, threads);
+}
+
+// out [m, n] = silu(x G^T) * (x U^T); the panels of G and U take turns, each padded to whole panels.
+SEGUE_API void segue_gated(const float* x, const uint32_t* lanes, const float* scales, int32_t storage, float* out,
+                           int64_t m, int64_t k, int64_t n, int32_t threads) {
+    const Product p{x, lanes, scales, nullptr, out, m, k, n};
+    if (storage == kFloat) gated<FloatPanel>(p, threads);
+    if (storage == kHalf) gated<HalfPanel>(p, threads);
+    if (storage == kCode) gated<CodePanel>(p, threads);
 }

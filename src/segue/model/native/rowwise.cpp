@@ -1,4 +1,4 @@
-// What happens to one row at a time between the products: norms, the gated activation, rotation and the KV write.
+// What happens to one row at a time between the products: norms, rotation and the KV write.
 #include <algorithm>
 #include <cmath>
 
@@ -32,17 +32,6 @@ __attribute__((noinline)) void norm_row(const float* x, const float* weight, flo
     for (; i < size; ++i) sum += x[i] * x[i];
     const float inverse = 1.0f / std::sqrt(sum / float(size) + eps);
     for (int64_t j = 0; j < size; ++j) out[j] = x[j] * inverse * weight[j];
-}
-
-inline Vec silu_mul_vec(Vec gate, Vec up) {
-    return gate / (1.0f + exp2_vec(gate * -1.4426950408889634f)) * up;
-}
-
-void silu_mul_row(const float* gate, const float* up, float* out, int64_t size) {
-    int64_t i = 0;
-    for (; i + kWidth <= size; i += kWidth)
-        store(out + i, silu_mul_vec(load<Vec>(gate + i), load<Vec>(up + i)));
-    for (; i < size; ++i) out[i] = silu_mul_vec(splat(gate[i]), splat(up[i]))[0];
 }
 
 // In whole vectors by hand: a compiler cannot know that a head's two halves are apart.
@@ -110,13 +99,6 @@ SEGUE_API void segue_add_rms_norm(float* residual, const float* x, const float* 
         float* sum = residual + i * size;
         for (int64_t j = 0; j < size; ++j) sum[j] += x[i * size + j];
         norm_row(sum, weight, eps, out + i * size, size);
-    });
-}
-
-SEGUE_API void segue_silu_mul(const float* gate_up, float* out, int64_t rows, int64_t size, int32_t threads) {
-    for_rows(rows, 4 * size, threads, [&](int64_t i) {
-        const float* gate = gate_up + i * 2 * size;
-        silu_mul_row(gate, gate + size, out + i * size, size);
     });
 }
 

@@ -95,6 +95,18 @@ inline Vec exp2_down(Vec x) {
 
 inline float exp2_one(float x) { return exp2_vec(splat(x))[0]; }
 
+inline Vec silu_mul_vec(Vec gate, Vec up) {
+    return gate / (1.0f + exp2_vec(gate * -1.4426950408889634f)) * up;
+}
+
+// silu(gate) * up, value by value.
+inline void silu_mul(const float* gate, const float* up, float* out, int64_t size) {
+    int64_t i = 0;
+    for (; i + kWidth <= size; i += kWidth)
+        store(out + i, silu_mul_vec(load<Vec>(gate + i), load<Vec>(up + i)));
+    for (; i < size; ++i) out[i] = silu_mul_vec(splat(gate[i]), splat(up[i]))[0];
+}
+
 inline float from_bf16(uint16_t h) {
     const uint32_t bits = uint32_t(h) << 16;
     float f;
