@@ -18,11 +18,11 @@ from segue.base.types import FinishReason, SamplingParams
 from segue.engine import EngineCore, Request
 from segue.engine.jobs import JobDesk
 from segue.engine.sequence import sample_seed
-from segue.policies import Adaptive, Call, Continuum, ContinuumReleased, FirstComeFirstServed, Priority
+from segue.policies import Adaptive, Call, ContextServe, Continuum, ContinuumReleased, FirstComeFirstServed, Priority
 from tests.fakes import FakeExecutor, cut_chunks, expected
 
 SALTS = ("", "t")
-POLICIES = (FirstComeFirstServed, Priority, Continuum, ContinuumReleased, Adaptive)
+POLICIES = (FirstComeFirstServed, Priority, Continuum, ContinuumReleased, ContextServe, Adaptive)
 MAX_LEN = 48
 REFUSED = (InvalidRequest, StateError)  # NoRoom, RequestTooLong and SnapshotError among them
 

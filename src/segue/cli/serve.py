@@ -34,6 +34,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     group.add_argument("--state-dir", type=Path, metavar="FOLDER", help="where saved states go")
     group.add_argument("--policy", metavar="NAME", help=f"who runs, and what is kept: {', '.join(policy_names())}")
     group.add_argument("--policy-state", type=Path, metavar="FILE", help="what the policy learns, kept over restarts")
+    group.add_argument("--policy-model", type=Path, metavar="FILE", help="of `segue policies train`, for context_serve")
     group.add_argument("--max-requests", type=int, metavar="N", help="under way at once (default: 1024)")
     group.add_argument("--head-seconds", type=float, metavar="S", help="for a request's head to come (default: 10)")
     group.add_argument("--vllm-metrics", action="store_true", help="metrics under vLLM's names as well")
@@ -57,7 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidRequest("serve", f"needs the server's packages: pip install 'segue[server]' ({error})") from error
     from segue.model.loading import open_model
 
-    make_policy(arguments.policy)  # a name that is not known is refused before anything is loaded
+    policy = make_policy(arguments.policy)  # what is not known is refused before anything is loaded
+    if arguments.policy_model is not None:
+        policy.use_model(arguments.policy_model)
     environment = Environment.read()
     tenants = read_tenants(arguments.keys, environment.api_keys)
     if tenants.open_to_all and arguments.host not in _LOOPBACK and not arguments.public:
@@ -73,7 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
     service = Service(
         model,
         RemoteEngine(
-            arguments.model, engine_options(arguments), policy=arguments.policy, policy_state=arguments.policy_state
+            arguments.model,
+            engine_options(arguments),
+            policy=arguments.policy,
+            policy_state=arguments.policy_state,
+            policy_model=arguments.policy_model,
         ),
         tenants,
         Metrics(vllm_names=arguments.vllm_metrics),
@@ -126,4 +133,8 @@ def _apply_config(arguments: argparse.Namespace) -> None:
         if defaults[option] is not None and type(value) is not kind:
             raise InvalidRequest("config", f"{name} in {arguments.config} must be {kind.__name__}, got {value!r}")
         if getattr(arguments, option) == defaults[option]:
-            setattr(arguments, option, Path(value) if option in ("keys", "state_dir", "policy_state") else value)
+            setattr(
+                arguments,
+                option,
+                Path(value) if option in ("keys", "state_dir", "policy_state", "policy_model") else value,
+            )

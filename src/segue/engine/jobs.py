@@ -26,6 +26,7 @@ from segue.policies import (
     Started,
     TurnEnd,
 )
+from segue.toolcalls.shell import MAX_COMMAND_CHARS
 from segue.toolcalls.uses import find_use
 
 _MOST_TEXT_TOKENS = 4096  # of an answer's end, in which its tool call is looked for
@@ -99,7 +100,7 @@ class JobDesk:
             self._kv.leases.await_heir(lease)
             self._kv.leases.renew(lease, expires_at=lease.expires_at, value=inf)  # who it was kept for is here
         if gap is not None:
-            self._policy.observe(Returned(turn.job.id, turn.job.call, gap))
+            self._policy.observe(Returned(turn.job.key, turn.job.call, gap))
             outcome = "returned" if turn.claims else "late"
             for decision in turn.job.decisions:
                 decision.pinned_seconds = gap if outcome == "returned" else min(decision.pinned_seconds, gap)
@@ -148,7 +149,7 @@ class JobDesk:
     def decided(self, turn: Turn, disposition: Disposition, end: TurnEnd, lease: Lease | None) -> None:
         job, now = turn.job, self._clock.now()
         assert job is not None
-        decision = self.decisions.add(turn.scope.salt, end, disposition, now)
+        decision = self.decisions.add(turn.scope.salt, job.id, end, disposition, now)
         job.decisions.append(decision)
         if lease is not None and lease in self._kv.leases:
             pin = Pin(job, lease, end, now, decision, disposition, len(lease.blocks), now)
@@ -168,7 +169,7 @@ class JobDesk:
         job.num_kv = sequence.num_computed
         is_over = self.book.end(turn.scope.salt, job, call, now, is_last=turn.is_last_step)
         if is_over:
-            self._policy.observe(JobEnded(job.id, job.num_turns))
+            self._policy.observe(JobEnded(job.key, job.num_turns))
         if job.is_over:
             self._end_pins(job)
 
@@ -187,7 +188,8 @@ class JobDesk:
         if turn.call is None:
             output = sequence.tokens[max(sequence.num_prompt, len(sequence.tokens) - _MOST_TEXT_TOKENS) :]
             use = find_use(self._decode(output))
-            turn.call = (Call(use.tool, use.key, f"{turn.scope.salt}\0{turn.job_id}") if use is not None else None,)
+            job = f"{turn.scope.salt}\0{turn.job_id}"
+            turn.call = (Call(use.tool, use.key, job, use.command[:MAX_COMMAND_CHARS]) if use is not None else None,)
         return turn.call[0]
 
     # Pins

@@ -184,7 +184,7 @@ class Sequence:
         turn, job = self.turn, self.turn.job
         return TurnView(
             self.id,
-            turn.job_id,
+            turn.job_id if job is None else job.key,
             turn.arrived_at,
             self.num_prompt,
             len(self.tokens),

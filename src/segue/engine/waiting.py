@@ -7,6 +7,8 @@ from typing import Any
 
 from segue.engine.sequence import Sequence
 
+_FEW = 64
+
 
 class WaitingQueue:
     """A heap by the policy's key; whoever leaves from the middle is skipped when it comes up. Of `fair_every` admissions one is
@@ -26,9 +28,15 @@ class WaitingQueue:
     def push(self, sequence: Sequence, key: tuple[Any, ...]) -> None:
         self._count += 1
         self._entries[sequence.id] = self._count
-        heapq.heappush(self._heap, (key, self._count, sequence))
+        self._push(self._heap, (key, self._count, sequence))
         if self._fair_every is not None:
-            heapq.heappush(self._by_age, (sequence.turn.arrived_at, self._count, sequence))
+            self._push(self._by_age, ((sequence.turn.arrived_at, sequence.id), self._count, sequence))
+
+    def _push(self, heap: list[tuple[Any, int, Sequence]], entry: tuple[Any, int, Sequence]) -> None:
+        heapq.heappush(heap, entry)
+        if len(heap) > 2 * len(self._entries) + _FEW:  # those that are gone may never come up
+            heap[:] = [entry for entry in heap if self._entries.get(entry[2].id) == entry[1]]
+            heapq.heapify(heap)
 
     def peek(self) -> Sequence | None:
         if self._fair_every is not None and self._num_admitted % self._fair_every == self._fair_every - 1:

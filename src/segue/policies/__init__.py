@@ -1,6 +1,7 @@
 """Who runs first, who yields, and what is kept between a job's turns. Policies see small frozen views, never an engine class."""
 
 from segue.policies.adaptive import Adaptive
+from segue.policies.context_serve import ContextServe
 from segue.policies.continuum import Continuum, ContinuumReleased
 from segue.policies.decisions import Decision, Decisions, Sums
 from segue.policies.durations import Call, Durations
@@ -27,6 +28,7 @@ __all__ = [
     "DROP",
     "Adaptive",
     "Call",
+    "ContextServe",
     "Continuum",
     "ContinuumReleased",
     "Decision",

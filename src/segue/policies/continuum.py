@@ -36,6 +36,8 @@ class Samples:
         return len(self.sorted)
 
     def add(self, seconds: float) -> None:
+        if not 0 <= seconds < math.inf:
+            return
         if len(self._recent) == _WINDOW:
             self.sorted.remove(self._recent[0])
         self._recent.append(seconds)
@@ -83,9 +85,11 @@ class TurnCorrelation:
 
 class JobOrder(Policy):
     """What both variants share: a job that waits with its KV in place goes first, then the job that came first. A turn that was
-    preempted comes before all. Of those that run, the newest job yields, but for last steps."""
+    preempted comes before all. Of those that run, the newest job yields, but for last steps. Added: one admission in sixteen is
+    for whoever waits longest, since a job that never ends would otherwise always go first."""
 
     reads_calls = True
+    fair_every = 16
     growth_bid = _LEAST_BID
     bids = True
 

@@ -102,10 +102,10 @@ class Decisions:
         """The newest first."""
         return reversed(self._recent)
 
-    def add(self, salt: str, end: TurnEnd, disposition: Disposition, now: float) -> Decision:
+    def add(self, salt: str, job_id: str, end: TurnEnd, disposition: Disposition, now: float) -> Decision:
         call = end.call
         decision = Decision(
-            end.turn.job_id or "",
+            job_id,
             salt,
             call.tool if call is not None else "",
             call.key if call is not None else "",

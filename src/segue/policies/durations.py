@@ -140,6 +140,7 @@ class Call:
     tool: str
     key: str  # the command, or the tool again
     job: str | None = None
+    command: str = ""  # as the model wrote it: its beginning
 
 
 class Durations:

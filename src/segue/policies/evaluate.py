@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from segue.base.errors import InvalidRequest
+from segue.policies.context_serve import ContextServe
 from segue.policies.continuum import RELEASED_SECONDS, Continuum, ContinuumReleased
 from segue.policies.durations import Call, Durations
-from segue.policies.policy import Pressure, Returned, TurnEnd, TurnView
+from segue.policies.policy import Policy, Pressure, Returned, TurnEnd, TurnView
+from segue.toolcalls.shell import MAX_COMMAND_CHARS
 from segue.toolcalls.uses import use_of_call
 
 BENEFITS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
@@ -60,27 +62,36 @@ class FixedRule:
         """It never does."""
 
 
-class ContinuumRule:
-    def __init__(self) -> None:
-        self._policy = Continuum()
+class PolicyRule:
+    """What a policy says when KV is worth so much: `keep` asks it, and it hears of every call."""
 
-    def keep(self, call: Call, benefit: float) -> float:
-        return self._policy.keep_seconds(call, benefit)
-
-    def learn(self, call: Call, seconds: float) -> None:
-        self._policy.observe(Returned("", call, seconds))
-
-
-class ReleasedRule:
-    def __init__(self) -> None:
-        self._policy = ContinuumReleased()
-
-    def keep(self, call: Call, benefit: float) -> float:
-        end = TurnEnd(TurnView(1, "", 0.0, 1, 1, 1, 0), 1, call)
-        return self._policy.at_turn_end(end, Pressure(), 0.0).keep_seconds
+    def __init__(self, policy: Policy, keep: Callable[[Call, float], float]) -> None:
+        self._policy = policy
+        self.keep = keep
 
     def learn(self, call: Call, seconds: float) -> None:
         self._policy.observe(Returned("", call, seconds))
+
+
+def _continuum() -> Rule:
+    policy = Continuum()
+    return PolicyRule(policy, policy.keep_seconds)
+
+
+def _released() -> Rule:
+    policy = ContinuumReleased()
+    turn = TurnView(1, "", 0.0, 1, 1, 1, 0)
+    return PolicyRule(policy, lambda call, _: policy.at_turn_end(TurnEnd(turn, 1, call), Pressure(), 0.0).keep_seconds)
+
+
+def _context_serve() -> Rule:
+    policy = ContextServe()
+
+    def keep(call: Call, benefit: float) -> float:
+        seconds, _ = policy.told(call)
+        return policy.keep_seconds(call, benefit) if seconds is None else seconds
+
+    return PolicyRule(policy, keep)
 
 
 class AdaptiveRule:
@@ -97,8 +108,9 @@ class AdaptiveRule:
 RULES: dict[str, Callable[[], Rule]] = {
     "fixed 2 s": lambda: FixedRule(RELEASED_SECONDS),
     "tau = B": lambda: FixedRule(None),
-    "continuum-released": ReleasedRule,
-    "continuum": ContinuumRule,
+    "continuum-released": _released,
+    "continuum": _continuum,
+    "context_serve": _context_serve,
     "adaptive": AdaptiveRule,
 }
 
@@ -153,7 +165,7 @@ def read_trace(path: Path) -> list[Recorded]:
 
 def _recorded(run: str, tool: str, command: str, seconds: Any) -> Recorded:
     use = use_of_call(tool, {"command": command})
-    return Recorded(run, Call(use.tool, use.key, run), max(float(seconds), 0.0))
+    return Recorded(run, Call(use.tool, use.key, run, use.command[:MAX_COMMAND_CHARS]), max(float(seconds), 0.0))
 
 
 def _csv_calls(text: str) -> Iterator[Recorded]:

@@ -17,10 +17,22 @@ MOST_JOBS = 100_000
 class Job:
     """From its first turn to its last step."""
 
-    __slots__ = ("arrived_at", "call", "decisions", "ended_at", "id", "is_over", "num_kv", "num_open", "num_turns")
+    __slots__ = (
+        "arrived_at",
+        "call",
+        "decisions",
+        "ended_at",
+        "id",
+        "is_over",
+        "key",
+        "num_kv",
+        "num_open",
+        "num_turns",
+    )
 
-    def __init__(self, job_id: str, now: float) -> None:
+    def __init__(self, salt: str, job_id: str, now: float) -> None:
         self.id = job_id
+        self.key = f"{salt}\0{job_id}"  # unlike any other tenant's
         self.arrived_at = now
         self.num_turns = 0  # begun
         self.num_open = 0  # of these, not ended
@@ -45,7 +57,7 @@ class JobBook:
         """A turn of a job has come; how long the job was away, if it was."""
         job = self._jobs.get((salt, job_id))
         if job is None:
-            job = self._jobs[salt, job_id] = Job(job_id, now)
+            job = self._jobs[salt, job_id] = Job(salt, job_id, now)
             if len(self._jobs) > self._most_jobs:
                 self._jobs.popitem(last=False)
         self._jobs.move_to_end((salt, job_id))

@@ -16,7 +16,12 @@ _MOST_BYTES = 64 << 20
 
 def save_learned(path: Path, policy: Policy) -> None:
     """Raises OSError if it cannot be written; what was there before stays."""
-    data = json.dumps({"version": VERSION, "policy": policy.name, "learned": policy.to_json()})
+    write_json(path, {"version": VERSION, "policy": policy.name, "learned": policy.to_json()})
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all."""
+    data = json.dumps(value)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import Any
 
+from segue.base.errors import InvalidRequest
 from segue.policies.durations import Call
 
 
@@ -15,7 +17,7 @@ class TurnView:
     """One sequence of one request, as far as a policy may care. A turn without a job is a job of its own."""
 
     id: int
-    job_id: str | None
+    job_id: str | None  # no two jobs share it, of whatever tenants
     arrived_at: float
     num_prompt: int
     num_tokens: int
@@ -147,6 +149,10 @@ class Policy:
 
     def observe(self, event: JobEvent) -> None:
         """How it learns."""
+
+    def use_model(self, path: Path) -> None:
+        """A model that was trained beforehand. Raises InvalidRequest if it cannot be used."""
+        raise InvalidRequest("policy_model", f"the policy {self.name!r} uses none")
 
     def to_json(self) -> dict[str, Any]:
         """What it has learned; `restore` takes it back after a restart."""

@@ -6,6 +6,7 @@ from importlib.metadata import entry_points
 
 from segue.base.errors import InvalidRequest
 from segue.policies.adaptive import Adaptive
+from segue.policies.context_serve import ContextServe
 from segue.policies.continuum import Continuum, ContinuumReleased
 from segue.policies.fcfs import FirstComeFirstServed
 from segue.policies.policy import Policy
@@ -14,7 +15,8 @@ from segue.policies.priority import Priority
 GROUP = "segue.policies"
 DEFAULT = Adaptive.name
 _OURS: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (FirstComeFirstServed, Priority, Continuum, ContinuumReleased, Adaptive)
+    policy.name: policy
+    for policy in (FirstComeFirstServed, Priority, Continuum, ContinuumReleased, ContextServe, Adaptive)
 }
 
 

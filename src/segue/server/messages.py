@@ -44,6 +44,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     options: dict[str, Any]
     policy: str | None = None
     policy_state: str | None = None  # a file
+    policy_model: str | None = None  # another
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):

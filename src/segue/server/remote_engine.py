@@ -122,9 +122,16 @@ class RemoteEngine:
     """Starts the process, keeps it alive, and carries messages both ways."""
 
     def __init__(
-        self, model: str, options: dict[str, Any], *, policy: str | None = None, policy_state: Path | None = None
+        self,
+        model: str,
+        options: dict[str, Any],
+        *,
+        policy: str | None = None,
+        policy_state: Path | None = None,
+        policy_model: Path | None = None,
     ) -> None:
-        self._start = Start(model, options, policy, None if policy_state is None else str(policy_state.absolute()))
+        state, trained = (None if path is None else str(path.absolute()) for path in (policy_state, policy_model))
+        self._start = Start(model, options, policy, state, trained)
         self._answering: dict[str, Answering] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._last_number = 0

@@ -26,7 +26,7 @@ from segue.base.errors import SegueError, StateError, UnknownState
 from segue.base.types import SamplingParams
 from segue.engine import Delta, EngineCore, Export, Request
 from segue.kv import KVEvent, Revoked
-from segue.policies import load_learned, save_learned
+from segue.policies import load_learned, make_policy, save_learned
 from segue.server.bundle import Bundle
 from segue.server.jobs import Jobs
 from segue.server.messages import (
@@ -427,7 +427,10 @@ def main(descriptor: int) -> None:
     try:
         from segue.model.engine import Engine
 
-        engine = Engine(start.model, own_process=True, policy=start.policy, **start.options)
+        policy = make_policy(start.policy)
+        if start.policy_model is not None:
+            policy.use_model(Path(start.policy_model))
+        engine = Engine(start.model, own_process=True, policy=policy, **start.options)
         if start.policy_state is not None:
             load_learned(Path(start.policy_state), engine.policy)
     except SegueError as error:

@@ -172,6 +172,7 @@ def test_who_pays_when_memory_is_short():
     assert preempted[:2] == (1, 1), "C gives way"
     assert seconds[2] <= seconds[1] < seconds[0]
     assert evicted(make_policy("continuum-released")) == evicted(make_policy("continuum"))
+    assert evicted(make_policy("context_serve")) == evicted(make_policy("continuum")), "no tool is found: uncertain"
     assert evicted(make_policy("priority")) == evicted(make_policy("fcfs"))
 
 
