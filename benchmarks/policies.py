@@ -1,9 +1,11 @@
 """What policies cost, and what they bring: `tiny` on this machine, with a pool that is too small for its jobs.
 
-    python benchmarks/policies.py [--only cost|effect] [--jobs N] [--seed N]
+    python benchmarks/policies.py [--only cost|effect] [--jobs N] [--seed N] [--rate JOBS/S] [--output LEAST MOST]
 
-The jobs are those of the agents' workload in small: eight turns, a prompt that grows, tools that take .05 to .3 seconds but one
-that takes half a second to a second. Times are real. `tiny` writes no commands, so the tools' names are given.
+The jobs are those of the agents' workload in small: eight turns, its prompts that grow to 2,915 tokens, tools that take .05 to .3
+seconds but one that takes half a second to a second (there two to five). Answers are short, as there: its transcripts have 7 to 12
+tokens, and a job alone takes 2.4 seconds beside its tools', or 300 ms a turn. Times are real. `tiny` writes no commands, so the
+tools' names are given.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from segue.engine.executor import StepResult
 from segue.engine.jobs import JobDesk
 from segue.policies import Adaptive, Call, FirstComeFirstServed, Policy, Pressure, TurnEnd, TurnView, make_policy
 
-POLICIES = ("fcfs", "continuum-released", "continuum", "adaptive")
+POLICIES = ("fcfs", "continuum-released", "continuum", "context_serve", "adaptive")
 TOKENS = (92, 469, 811, 1343, 1655, 2241, 2665, 2915)
 GAPS = ((0.05, 0.15), (0.05, 0.1), (0.05, 0.1), (0.08, 0.2), (0.5, 1.0), (0.05, 0.1), (0.1, 0.3))
 TOOLS = ("ls", "cat", "grep", "sed", "pytest", "git diff", "python")
@@ -85,31 +87,33 @@ def _steps(policy: Policy) -> float:
     return time.perf_counter() - began
 
 
-def effect(num_jobs: int, seed: int, rounds: int) -> None:
+def effect(num_jobs: int, seed: int, rounds: int, busy_rate: float, output: tuple[int, int]) -> None:
     """Pressure first, then so few jobs that nothing is short. Means of the rounds, whose order turns round each time."""
-    for title, rate, blocks in (("under pressure", 6.0, 900), ("low load", 0.8, 2600)):
+    for title, rate, blocks in (("under pressure", busy_rate, 900), ("low load", 0.8, 2600)):
         print(f"{title}: {rate:g} jobs/s, {blocks} blocks")
         print(f"  {'policy':20}{'mean s':>8}{'p95 s':>8}{'computed':>11}{'preempted':>11}{'of fcfs':>9}")
         played: dict[str, list[tuple[float, float, int, int]]] = {name: [] for name in POLICIES}
         for number in range(rounds):
             for name in POLICIES if number % 2 == 0 else POLICIES[::-1]:
-                played[name].append(_play(name, rate, blocks, num_jobs if rate > 2 else num_jobs // 3, seed))
+                played[name].append(_play(name, rate, blocks, num_jobs if rate > 2 else num_jobs // 3, seed, output))
         first = statistics.mean(mean for mean, *_ in played["fcfs"])
         for name, results in played.items():
             mean, p95, computed, preempted = (statistics.mean(values) for values in zip(*results, strict=True))
             print(f"  {name:20}{mean:8.2f}{p95:8.2f}{computed:11,.0f}{preempted:11.0f}{mean / first:9.2f}", flush=True)
 
 
-def _play(name: str, rate: float, blocks: int, num_jobs: int, seed: int) -> tuple[float, float, int, int]:
+def _play(
+    name: str, rate: float, blocks: int, num_jobs: int, seed: int, output: tuple[int, int]
+) -> tuple[float, float, int, int]:
     calls: dict[str, Call] = {}
     JobDesk._call_of = lambda desk, sequence: calls.get(sequence.turn.id)  # type: ignore[method-assign]
     with Engine("tiny", policy=name, num_blocks=blocks, max_running=64) as engine:
         engine.generate("warm", SamplingParams(max_tokens=8))
-        return _jobs(engine, calls, rate, num_jobs, seed)
+        return _jobs(engine, calls, rate, num_jobs, seed, output)
 
 
 def _jobs(
-    engine: Engine, calls: dict[str, Call], rate: float, num_jobs: int, seed: int
+    engine: Engine, calls: dict[str, Call], rate: float, num_jobs: int, seed: int, output: tuple[int, int]
 ) -> tuple[float, float, int, int]:
     randomly = random.Random(seed)
     events: list[tuple[float, int, int]] = []
@@ -129,7 +133,7 @@ def _jobs(
             due, job, turn = heapq.heappop(events)
             arrived.setdefault(job, due)
             tokens[job].extend(randomly.randrange(250) for _ in range(TOKENS[turn] - len(tokens[job])))
-            params = SamplingParams(max_tokens=randomly.randint(40, 110), temperature=0, ignore_eos=True)
+            params = SamplingParams(max_tokens=randomly.randint(*output), temperature=0, ignore_eos=True)
             request = engine.submit(tokens[job], params, job_id=f"job {job}", is_last_step=turn == 7)
             under_way[request] = job, turn
             if turn < 7:
@@ -162,11 +166,15 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=8.0, help="jobs a second under pressure")
+    parser.add_argument(
+        "--output", type=int, nargs=2, default=(8, 32), metavar=("LEAST", "MOST"), help="tokens an answer"
+    )
     options = parser.parse_args()
     if options.only in (None, "cost"):
         cost()
     if options.only in (None, "effect"):
-        effect(options.jobs, options.seed, options.rounds)
+        effect(options.jobs, options.seed, options.rounds, options.rate, tuple(options.output))
 
 
 if __name__ == "__main__":

@@ -165,9 +165,11 @@ def chat(rounds: int, vllm: str | None) -> None:
     if (theirs := medians.get("vLLM, plain history")) is not None:
         for name in ("plain history", "continuation"):
             ratios = [mine / other for mine, other in zip(medians[name][1:], theirs[1:], strict=True)]
-            print(f"  {name} over vLLM, turns 2 to 5: " + " ".join(f"{ratio:.2f}" for ratio in ratios))
+            print(f"  {name} over vLLM, turns 2 to 5, of these: " + " ".join(f"{ratio:.3f}" for ratio in ratios))
+            ratios = [_median_ratio(results[name], results["vLLM, plain history"], turn) for turn in range(1, 5)]
+            print(f"  {name} over vLLM, median of the rounds:   " + " ".join(f"{ratio:.3f}" for ratio in ratios))
     ratios = [_median_ratio(results["continuation"], results["plain history"], turn) for turn in range(1, 5)]
-    print("  continuation over plain, median of the rounds: " + " ".join(f"{ratio:.2f}" for ratio in ratios))
+    print("  continuation over plain, median of the rounds: " + " ".join(f"{ratio:.3f}" for ratio in ratios))
 
 
 def _median_ratio(ours: list[list[float]], theirs: list[list[float]], turn: int) -> float:

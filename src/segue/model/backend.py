@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +14,30 @@ from segue.model.kv_copies import Place
 from segue.model.spec import LinearScaling, Llama3Scaling, ModelSpec
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer, in a backend's layout; q, k, v and gate, up as one matrix each."""
+
+    input_norm: Tensor
+    qkv: Any
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Any
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Any
+    down: Any
+    window: int | None
+
+
+Stack = Callable[[Tensor, Tensor, Batch, Tensor], Tensor]
+"""(x, residual, batch, kv): all layers, from the first one's normed input to the last norm of the rows that are sampled from.
+The KV of every row is written. `kv` is [layers, 2, blocks, kv_heads, block_size, head_dim]; x and residual may change."""
+
+
 class Backend(Protocol):
-    """The operations of one decoder layer over a ragged batch: [tokens, features], sequences end to end, no padding.
+    """What a decoder does with a ragged batch: [tokens, features], sequences end to end, no padding.
 
     Where a method takes `into`, the result may live in a buffer of that name: it is valid until the next call with it.
     Each output row depends on its own sequence alone, never on what else is in the batch.
@@ -30,7 +54,7 @@ class Backend(Protocol):
         ...
 
     def gated_matrix(self, gate: Tensor, up: Tensor) -> Any:
-        """Two weights of one shape as `gated` multiplies with them."""
+        """Two weights of one shape as a layer's gated product takes them."""
         ...
 
     def vector(self, weight: Tensor) -> Tensor: ...
@@ -40,31 +64,15 @@ class Backend(Protocol):
         ...
 
     def embed(self, matrix: Any, ids: Tensor) -> Tensor:
-        """A fresh [tokens, hidden]: the residual stream, which `add_rms_norm` changes in place."""
+        """A fresh [tokens, hidden]: the residual stream, which the layers change in place."""
         ...
 
     def linear(self, x: Tensor, matrix: Any, bias: Tensor | None, into: str) -> Tensor: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, into: str) -> Tensor: ...
 
-    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, into: str) -> Tensor:
-        """residual += x, in place; the norm of the sum."""
-        ...
-
-    def gated(self, x: Tensor, matrix: Any, into: str) -> Tensor:
-        """silu(x @ gate.T) * (x @ up.T), of a `gated_matrix`."""
-        ...
-
-    def rope_store(
-        self, qkv: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-    ) -> None:
-        """Norm (if any) and rotate q and k in place, and write k and v to the batch's slots."""
-        ...
-
-    def attention(
-        self, qkv: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, window: int | None, into: str
-    ) -> Tensor:
-        """Causal attention of each token over its own sequence's KV, which holds it already."""
+    def stack(self, layers: Sequence[Layer], norms: Sequence[Tensor]) -> Stack:
+        """The layers made ready to run, each with the norm that follows it."""
         ...
 
 

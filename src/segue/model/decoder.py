@@ -3,70 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from segue.model.backend import Backend
+from segue.model.backend import Backend, Layer
 from segue.model.batch import Batch
 from segue.model.spec import ModelSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    input_norm: Tensor
-    qkv: Any
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Any
-    o_bias: Tensor | None
-    post_norm: Tensor
-    gate_up: Any
-    down: Any
-    window: int | None
-
-
 class Decoder:
-    """Weights in a backend's layout, and the order in which they are used.
-
-    q, k, v and gate, up are stored as one matrix each: one pass over the activations instead of three and two.
-    """
+    """Weights in a backend's layout: embedding, layers, head."""
 
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], backend: Backend) -> None:
         self.spec = spec
         self._backend = backend
         self._embed = backend.matrix(weights["embed"])
-        self._layers = [_layer(weights, f"layers.{i}.", spec.windows[i], backend) for i in range(spec.num_layers)]
-        self._final_norm = backend.vector(weights["final_norm"])
+        layers = [_layer(weights, f"layers.{i}.", spec.windows[i], backend) for i in range(spec.num_layers)]
+        norms = [layer.input_norm for layer in layers] + [backend.vector(weights["final_norm"])]
+        self._first_norm = norms[0]
+        self._run_layers = backend.stack(layers, norms[1:])
         self._head = self._embed if spec.tie_embeddings else backend.matrix(weights["head"])
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
-        """Logits of the rows that sample, fp32 [samples, vocab]; writes the KV of every row. `kv` is
-        [layers, 2, blocks, kv_heads, block_size, head_dim]."""
-        ops, eps = self._backend, self.spec.rms_eps
+        """Logits of the rows that sample, fp32 [samples, vocab]; writes the KV of every row."""
+        ops = self._backend
         ops.prepare(batch)
         residual = ops.embed(self._embed, batch.tokens)
-        x = ops.rms_norm(residual, self._layers[0].input_norm, eps, into="normed")
-        for index, layer in enumerate(self._layers):
-            k_cache, v_cache = kv[index]
-            qkv = ops.linear(x, layer.qkv, layer.qkv_bias, into="qkv")
-            ops.rope_store(qkv, batch, k_cache, v_cache, layer.q_norm, layer.k_norm)
-            x = ops.attention(qkv, batch, k_cache, v_cache, layer.window, into="attended")
-            if index == len(self._layers) - 1:  # nobody reads what the others become after their last KV
-                x, residual = x[batch.sample_rows], residual[batch.sample_rows]
-            x = ops.linear(x, layer.o, layer.o_bias, into="hidden")
-            x = ops.add_rms_norm(residual, x, layer.post_norm, eps, into="normed")
-            x = ops.gated(x, layer.gate_up, into="gated")
-            x = ops.linear(x, layer.down, None, into="hidden")
-            x = ops.add_rms_norm(residual, x, self._norm_after(index), eps, into="normed")
+        x = ops.rms_norm(residual, self._first_norm, self.spec.rms_eps, into="normed")
+        x = self._run_layers(x, residual, batch, kv)
         return ops.linear(x, self._head, None, into="logits").float()
-
-    def _norm_after(self, index: int) -> Tensor:
-        return self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._final_norm
 
 
 def _layer(weights: Mapping[str, Tensor], prefix: str, window: int | None, backend: Backend) -> Layer:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from segue.model.backend import rope_tables
+from segue.model.backend import Layer, Stack, rope_tables
 from segue.model.batch import Batch
 from segue.model.kv_copies import Place
 from segue.model.native import Kernels, PackedWeight, Storage
+from segue.model.native.layers import LayerStack
 from segue.model.spec import ModelSpec
 
 _WORTH_THREADS = 1 << 26  # multiply-adds of a step
@@ -26,12 +30,9 @@ class NativeBackend:
         self.place_kv: Place | None = kernels.place
         self._kernels = kernels
         self._num_weights = 0
+        self._spec = spec
         self._work_per_score = 2 * spec.num_layers * spec.num_heads * spec.head_dim
         self._storage = storage
-        self._heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
-        self._attention_width = spec.num_heads * spec.head_dim
-        self._scale = spec.softmax_scale
-        self._eps = spec.rms_eps
         self._cos, self._sin = rope_tables(spec, max_len)
         self._max_tokens = max_tokens
         self._buffers: dict[str, Tensor] = {}
@@ -64,44 +65,9 @@ class NativeBackend:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, into: str) -> Tensor:
         return self._kernels.rms_norm(x, weight, eps, self._buffer(into, *x.shape))
 
-    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, into: str) -> Tensor:
-        return self._kernels.add_rms_norm(residual, x, weight, eps, self._buffer(into, *x.shape))
-
-    def gated(self, x: Tensor, matrix: PackedWeight, into: str) -> Tensor:
-        return self._kernels.gated(x, matrix, self._buffer(into, x.shape[0], matrix.shape[0]))
-
-    def rope_store(
-        self, qkv: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-    ) -> None:
-        self._kernels.rope_store(
-            qkv,
-            self._cos,
-            self._sin,
-            batch.positions,
-            batch.slots,
-            k_cache,
-            v_cache,
-            **self._heads,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            eps=self._eps,
-        )
-
-    def attention(
-        self, qkv: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, window: int | None, into: str
-    ) -> Tensor:
-        return self._kernels.attention(
-            qkv,
-            k_cache,
-            v_cache,
-            batch.tables,
-            batch.starts,
-            batch.contexts,
-            **self._heads,
-            scale=self._scale,
-            window=window,
-            out=self._buffer(into, qkv.shape[0], self._attention_width),
-        )
+    def stack(self, layers: Sequence[Layer], norms: Sequence[Tensor]) -> Stack:
+        made = LayerStack(self._kernels, self._spec, layers, norms, self._cos, self._sin)
+        return partial(made.run, buffer=self._buffer)
 
     def _buffer(self, name: str, rows: int, width: int) -> Tensor:
         """Memory is taken once per name: fresh pages on every call would cost more than the small operations."""

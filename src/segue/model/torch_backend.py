@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segue.model.backend import rope_tables
+from segue.model.backend import Layer, Stack, rope_tables
 from segue.model.batch import Batch, Span
 from segue.model.kv_copies import Place
 from segue.model.spec import ModelSpec
@@ -47,16 +50,29 @@ class TorchBackend:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, into: str) -> Tensor:
         return _rms_norm(x, weight, eps)
 
-    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, into: str) -> Tensor:
-        return _rms_norm(residual.add_(x), weight, eps)
+    def stack(self, layers: Sequence[Layer], norms: Sequence[Tensor]) -> Stack:
+        return partial(self._run_layers, layers, norms)
 
-    def gated(self, x: Tensor, matrix: Tensor, into: str) -> Tensor:
-        gate, up = F.linear(x, matrix).chunk(2, dim=-1)
-        return F.silu(gate) * up
+    def _run_layers(
+        self, layers: Sequence[Layer], norms: Sequence[Tensor], x: Tensor, residual: Tensor, batch: Batch, kv: Tensor
+    ) -> Tensor:
+        eps = self._spec.rms_eps
+        for layer, norm, (k_cache, v_cache) in zip(layers, norms, kv, strict=True):
+            qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+            self._rope_store(qkv, batch, k_cache, v_cache, layer.q_norm, layer.k_norm)
+            x = self._attention(qkv, batch, k_cache, v_cache, layer.window)
+            if layer is layers[-1]:  # nobody reads what the others become after their last KV
+                x, residual = x[batch.sample_rows], residual[batch.sample_rows]
+            residual.add_(F.linear(x, layer.o, layer.o_bias))
+            gate, up = F.linear(_rms_norm(residual, layer.post_norm, eps), layer.gate_up).chunk(2, dim=-1)
+            residual.add_(F.linear(F.silu(gate) * up, layer.down))
+            x = _rms_norm(residual, norm, eps)
+        return x
 
-    def rope_store(
+    def _rope_store(
         self, qkv: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> None:
+        """Norm (if any) and rotate q and k in place, and write k and v to the batch's slots."""
         q, k, v = self._heads(qkv)
         if q_norm is not None and k_norm is not None:
             q.copy_(_rms_norm(q, q_norm, self._spec.rms_eps))
@@ -70,9 +86,8 @@ class TorchBackend:
         k_cache[blocks, :, offsets] = k
         v_cache[blocks, :, offsets] = v
 
-    def attention(
-        self, qkv: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, window: int | None, into: str
-    ) -> Tensor:
+    def _attention(self, qkv: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
+        """Of each token over its own sequence's KV, which holds it already."""
         q, _, _ = self._heads(qkv)
         out = torch.empty_like(q)
         for span, table in zip(batch.spans, batch.tables, strict=True):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from segue.model.native.build import NativeUnavailable, library, open_library
 
-__all__ = ["Kernels", "NativeUnavailable", "PackedWeight", "Storage", "load"]
+__all__ = ["Kernels", "NativeUnavailable", "PackedWeight", "Storage", "expect", "expect_heads", "load"]
 
 Storage = Literal["fp32", "bf16", "int8"]
 
@@ -56,9 +56,9 @@ class PackedWeight:
     _kernels: Kernels
     _lanes: Tensor
     _scales: Tensor
-    _address: int
-    _scales_address: int
-    _code: int
+    address: int
+    scales_address: int
+    code: int
     gated: bool = False  # made by `pack_gated`, for `gated` alone
 
     @property
@@ -71,6 +71,8 @@ class PackedWeight:
 
 
 class Kernels:
+    """One operation at a time, with what it is given checked; `layers.LayerStack` runs a decoder's in one call."""
+
     def __init__(self, path: Path) -> None:
         free, locked = open_library(path)
         self.threads: int | None = None  # by default as many as torch has
@@ -84,11 +86,13 @@ class Kernels:
         self._gated = _bind(free.segue_gated, "pppipnnni")
         self._attention = _bind(free.segue_attention, "pppipnppnnnnnfnpi")
         self._place = _bind(free.segue_place, "pppnnnnnnnnn")
+        self.run_layers = _bind(free.segue_layers, "pnp")  # for `layers.LayerStack`
         self._rms_norm = _bind(locked.segue_rms_norm, "ppfpnni")
         self._add_rms_norm = _bind(locked.segue_add_rms_norm, "pppfpnni")
         self._rope_store = _bind(locked.segue_rope_store, "pppppppippfnnnnni")
 
-    def _threads(self) -> int:
+    @property
+    def num_threads(self) -> int:
         return 1 if self.alone else self.threads or torch.get_num_threads()
 
     def pack(self, weight: Tensor, storage: Storage) -> PackedWeight:
@@ -103,7 +107,9 @@ class Kernels:
         scales = self._zeros(panels * groups * self._panel)
         for first in range(0, n, _PACK_ROWS):
             part = weight[first : first + _PACK_ROWS].float().contiguous()
-            self._pack(part.data_ptr(), len(part), k, first, code, lanes.data_ptr(), scales.data_ptr(), self._threads())
+            self._pack(
+                part.data_ptr(), len(part), k, first, code, lanes.data_ptr(), scales.data_ptr(), self.num_threads
+            )
         return PackedWeight((n, k), storage, self, lanes, scales, lanes.data_ptr(), scales.data_ptr(), code)
 
     def pack_gated(self, gate: Tensor, up: Tensor, storage: Storage) -> PackedWeight:
@@ -132,14 +138,14 @@ class Kernels:
             raise ValueError(f"row ids must be in 0..{n - 1}")
         out = torch.empty(ids.numel(), k)
         self._unpack_rows(
-            weight._address,
-            weight._scales_address,
-            weight._code,
+            weight.address,
+            weight.scales_address,
+            weight.code,
             k,
             ids.data_ptr(),
             ids.numel(),
             out.data_ptr(),
-            self._threads(),
+            self.num_threads,
         )
         return out
 
@@ -147,24 +153,24 @@ class Kernels:
         """out [M, N] = x [M, K] @ weight.T + bias; `out` may not overlap `x`."""
         n, k = weight.shape
         m = x.shape[0]
-        _expect("x", x, (m, k))
-        _expect("out", out, (m, n))
+        expect("x", x, (m, k))
+        expect("out", out, (m, n))
         _expect_kind(weight, gated=False)
         if bias is not None:
-            _expect("bias", bias, (n,))
+            expect("bias", bias, (n,))
         if not m:
             return out
         self._linear(
             x.data_ptr(),
-            weight._address,
-            weight._scales_address,
-            weight._code,
+            weight.address,
+            weight.scales_address,
+            weight.code,
             bias.data_ptr() if bias is not None else None,
             out.data_ptr(),
             m,
             k,
             n,
-            self._threads(),
+            self.num_threads,
         )
         return out
 
@@ -172,41 +178,41 @@ class Kernels:
         """out [M, N] = silu(x @ gate.T) * (x @ up.T), of what `pack_gated` packed; `out` may not overlap `x`."""
         n, k = weight.shape
         m = x.shape[0]
-        _expect("x", x, (m, k))
-        _expect("out", out, (m, n))
+        expect("x", x, (m, k))
+        expect("out", out, (m, n))
         _expect_kind(weight, gated=True)
         if m:
             self._gated(
                 x.data_ptr(),
-                weight._address,
-                weight._scales_address,
-                weight._code,
+                weight.address,
+                weight.scales_address,
+                weight.code,
                 out.data_ptr(),
                 m,
                 k,
                 n,
-                self._threads(),
+                self.num_threads,
             )
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         """out = x / sqrt(mean(x²) + eps) * weight for each row; `out` may be `x`."""
         m, size = x.shape
-        _expect("x", x, (m, size))
-        _expect("weight", weight, (size,))
-        _expect("out", out, (m, size))
-        self._rms_norm(x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), m, size, self._threads())
+        expect("x", x, (m, size))
+        expect("weight", weight, (size,))
+        expect("out", out, (m, size))
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), m, size, self.num_threads)
         return out
 
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         """Adds `x` to `residual` in place, then out = rms_norm(residual)."""
         m, size = x.shape
-        _expect("residual", residual, (m, size))
-        _expect("x", x, (m, size))
-        _expect("weight", weight, (size,))
-        _expect("out", out, (m, size))
+        expect("residual", residual, (m, size))
+        expect("x", x, (m, size))
+        expect("weight", weight, (size,))
+        expect("out", out, (m, size))
         self._add_rms_norm(
-            residual.data_ptr(), x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), m, size, self._threads()
+            residual.data_ptr(), x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), m, size, self.num_threads
         )
         return out
 
@@ -234,15 +240,15 @@ class Kernels:
         is rotated. Positions and slots are trusted: they come from the scheduler, not from a request.
         """
         m = qkv.shape[0]
-        _expect("qkv", qkv, (m, (num_heads + 2 * num_kv_heads) * head_dim))
-        _expect("cos", cos, (cos.shape[0], head_dim // 2))
-        _expect("sin", sin, (cos.shape[0], head_dim // 2))
-        _expect("positions", positions, (m,), torch.int32)
-        _expect("slots", slots, (m,), torch.int64)
+        expect("qkv", qkv, (m, (num_heads + 2 * num_kv_heads) * head_dim))
+        expect("cos", cos, (cos.shape[0], head_dim // 2))
+        expect("sin", sin, (cos.shape[0], head_dim // 2))
+        expect("positions", positions, (m,), torch.int32)
+        expect("slots", slots, (m,), torch.int64)
         half = _expect_caches(k_cache, v_cache, num_kv_heads, head_dim)
         for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
             if norm is not None:
-                _expect(name, norm, (head_dim,))
+                expect(name, norm, (head_dim,))
         self._rope_store(
             qkv.data_ptr(),
             cos.data_ptr(),
@@ -260,7 +266,7 @@ class Kernels:
             num_kv_heads,
             head_dim,
             k_cache.shape[2],
-            self._threads(),
+            self.num_threads,
         )
 
     def attention(
@@ -288,14 +294,13 @@ class Kernels:
         """
         m = qkv.shape[0]
         sequences = context_lens.shape[0]
-        _expect("qkv", qkv, (m, (num_heads + 2 * num_kv_heads) * head_dim))
-        _expect("out", out, (m, num_heads * head_dim))
-        _expect("query_starts", query_starts, (sequences + 1,), torch.int32)
-        _expect("context_lens", context_lens, (sequences,), torch.int32)
+        expect("qkv", qkv, (m, (num_heads + 2 * num_kv_heads) * head_dim))
+        expect("out", out, (m, num_heads * head_dim))
+        expect("query_starts", query_starts, (sequences + 1,), torch.int32)
+        expect("context_lens", context_lens, (sequences,), torch.int32)
         _expect_tables(block_tables, sequences)
         half = _expect_caches(k_cache, v_cache, num_kv_heads, head_dim)
-        if num_heads % num_kv_heads or head_dim % 8 or not 16 <= head_dim <= 256:
-            raise ValueError(f"unsupported heads: {num_heads} over {num_kv_heads} of {head_dim} values")
+        expect_heads(num_heads, num_kv_heads, head_dim)
         if window is not None and window < 1:
             raise ValueError(f"window must be at least 1, not {window}")
         self._attention(
@@ -315,7 +320,7 @@ class Kernels:
             scale,
             window or 0,
             out.data_ptr(),
-            self._threads(),
+            self.num_threads,
         )
         return out
 
@@ -357,7 +362,7 @@ def _bind(function: ctypes._NamedFuncPointer, signature: str) -> ctypes._NamedFu
     return function
 
 
-def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
     if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous():
         found = f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
         raise ValueError(f"{name} must be contiguous {dtype} {list(shape)}, not {found}")
@@ -368,6 +373,11 @@ def _expect_kind(weight: PackedWeight, gated: bool) -> None:
         raise ValueError(
             "a weight of pack_gated is for gated alone" if weight.gated else "gated needs a weight of pack_gated"
         )
+
+
+def expect_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    if num_heads % num_kv_heads or head_dim % 8 or not 16 <= head_dim <= 256:
+        raise ValueError(f"unsupported heads: {num_heads} over {num_kv_heads} of {head_dim} values")
 
 
 def _expect_tables(tables: Tensor, sequences: int) -> None:
@@ -381,6 +391,6 @@ def _expect_caches(k_cache: Tensor, v_cache: Tensor, num_kv_heads: int, head_dim
     if dtype not in (torch.float32, torch.bfloat16) or k_cache.dim() != 4:
         raise ValueError(f"caches are fp32 or bf16 [blocks, heads, block_size, dim], not {dtype}")
     shape = (k_cache.shape[0], num_kv_heads, k_cache.shape[2], head_dim)
-    _expect("k_cache", k_cache, shape, dtype)
-    _expect("v_cache", v_cache, shape, dtype)
+    expect("k_cache", k_cache, shape, dtype)
+    expect("v_cache", v_cache, shape, dtype)
     return dtype == torch.bfloat16

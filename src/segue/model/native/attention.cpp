@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels.h"
 #include "micro.h"
 
 namespace segue {

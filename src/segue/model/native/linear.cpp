@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels.h"
 #include "micro.h"
 
 namespace segue {

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "simd.h"
+#include "kernels.h"
 
 namespace segue {
 namespace {

@@ -1,0 +1,23 @@
+// What the kernels offer to each other and to Python.
+#pragma once
+
+#include "simd.h"
+
+SEGUE_API void segue_linear(const float* x, const uint32_t* lanes, const float* scales, int32_t storage,
+                            const float* bias, float* out, int64_t m, int64_t k, int64_t n, int32_t threads);
+
+SEGUE_API void segue_gated(const float* x, const uint32_t* lanes, const float* scales, int32_t storage, float* out,
+                           int64_t m, int64_t k, int64_t n, int32_t threads);
+
+SEGUE_API void segue_add_rms_norm(float* residual, const float* x, const float* weight, float eps, float* out,
+                                  int64_t rows, int64_t size, int32_t threads);
+
+SEGUE_API void segue_rope_store(float* qkv, const float* cos, const float* sin, const int32_t* positions,
+                                const int64_t* slots, void* k_cache, void* v_cache, int32_t half_cache,
+                                const float* q_norm, const float* k_norm, float eps, int64_t rows, int64_t heads,
+                                int64_t kv_heads, int64_t dim, int64_t block_size, int32_t threads);
+
+SEGUE_API void segue_attention(const float* qkv, const void* k_cache, const void* v_cache, int32_t half_cache,
+                               const int32_t* tables, int64_t table_stride, const int32_t* starts,
+                               const int32_t* lengths, int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim,
+                               int64_t block_size, float scale, int64_t window, float* out, int32_t threads);
