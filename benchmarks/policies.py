@@ -3,9 +3,9 @@
     python benchmarks/policies.py [--only cost|effect] [--jobs N] [--seed N] [--rate JOBS/S] [--output LEAST MOST]
 
 The jobs are those of the agents' workload in small: eight turns, its prompts that grow to 2,915 tokens, tools that take .05 to .3
-seconds but one that takes half a second to a second (there two to five). Answers are short, as there: its transcripts have 7 to 12
-tokens, and a job alone takes 2.4 seconds beside its tools', or 300 ms a turn. Times are real. `tiny` writes no commands, so the
-tools' names are given.
+seconds but one that takes half a second to a second (there two to five). Answers are short, as there: its transcripts have 7 to
+12 tokens, and a job alone takes 2.4 seconds beside its tools', or 300 ms a turn. Times are real. `tiny` writes no commands, so
+the tools' names are given.
 """
 
 from __future__ import annotations
