@@ -6,8 +6,9 @@ The distribution of the gap is learned (`durations.py`); τ is where the differe
 gap lasts, with the distribution of what is left of it.
 
 **Give way.** A pin is not a wall but a price: its value per token is what keeping it would still gain if all memory were
-wanted. The first in the queue, if it does not fit, takes a pin once it has stood there for so long that the idle memory has
-cost as much. Turns that run and grow take pins before they preempt each other, unless the pin's job is back.
+wanted. Turns that run and grow take pins, the cheapest first, before they preempt each other, unless the pin's job is back. Who
+waits takes none while others run: the device is busy, so another turn would move the queue and not shorten it, and the pin's job
+would have to compute again. When nothing runs, the first in the queue takes what it needs.
 
 **Order.** Turns whose KV is in place, or that were preempted, go first, and of these and of the others those of the jobs that
 have come furthest: they finish and give their memory back. A new job goes before one that came later. Every sixteenth
@@ -51,8 +52,8 @@ class Adaptive(Policy):
         return (turn.priority, not turn.is_last_step, -turn.num_turns, turn.job_arrived_at, turn.arrived_at, turn.id)
 
     def bid(self, turn: TurnView, pressure: Pressure, now: float) -> float:
-        """What the memory could have done while the first in the queue stood before it."""
-        return max(turn.blocked_seconds / max(pressure.num_blocks * pressure.block_size, 1), _LEAST_BID)
+        """Less than any pin is worth: only what clients hold without a value gives way."""
+        return _LEAST_BID
 
     # What is kept
 

@@ -93,11 +93,10 @@ def test_adaptive_thinks_again_while_the_gap_lasts():
     assert policy.review(pin, FULL, 20.0).keep_seconds == 0, "one of the long ones, and others want the memory"
 
 
-def test_a_pin_gives_way_to_who_has_stood_before_it_long_enough():
+def test_a_pin_gives_way_to_those_that_run_and_not_to_those_that_wait():
     policy = taught(Adaptive(), [(LS, 0.1)] * 30)
     value = policy.at_turn_end(end_of(LS), FULL, 0.0).value
-    bids = [policy.bid(replace(TURN, blocked_seconds=seconds), FULL, 0.0) for seconds in (0.0, 1.0, 100.0)]
-    assert bids[0] < value < bids[2] and bids == sorted(bids)
+    assert 0 < policy.bid(replace(TURN, blocked_seconds=100.0), FULL, 0.0) < value < policy.growth_bid
 
 
 @pytest.mark.parametrize("name", policy_names())
