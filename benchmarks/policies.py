@@ -99,7 +99,7 @@ def effect(num_jobs: int, seed: int, rounds: int, busy_rate: float, output: tupl
         first = statistics.mean(mean for mean, *_ in played["fcfs"])
         for name, results in played.items():
             mean, p95, computed, preempted = (statistics.mean(values) for values in zip(*results, strict=True))
-            print(f"  {name:20}{mean:8.2f}{p95:8.2f}{computed:11,.0f}{preempted:11.0f}{mean / first:9.2f}", flush=True)
+            print(f"  {name:20}{mean:8.2f}{p95:8.2f}{computed:11,.0f}{preempted:11.0f}{mean / first:9.3f}", flush=True)
 
 
 def _play(
