@@ -35,7 +35,9 @@ def test_a_collector_gets_spans_at_the_latest_when_the_server_ends(collector):
     key, prompt = "sk-very-secret-key", "the hidden prompt"
     url = f"http://127.0.0.1:{collector.server_port}"
     with running("tiny", "--otlp", url, env={"SEGUE_API_KEYS": key, "OTEL_BSP_SCHEDULE_DELAY": "600000"}) as server:
-        status, headers, answer = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 5}, key=key)
+        status, headers, answer = server.post(
+            "/v1/completions", {"prompt": prompt, "max_tokens": 5, "ignore_eos": True}, key=key
+        )
         assert status == 200 and not collector.got
         server.stop()
     [(path, kind, body)] = collector.got
