@@ -53,6 +53,10 @@ class Backend(Protocol):
         """A [out, in] weight in the layout and precision this backend multiplies with."""
         ...
 
+    def vocabulary(self, weight: Tensor) -> Any:
+        """The same for a matrix with a row for each token id, which is looked up in, and multiplied with few rows at a time."""
+        ...
+
     def gated_matrix(self, gate: Tensor, up: Tensor) -> Any:
         """Two weights of one shape as a layer's gated product takes them."""
         ...

@@ -18,12 +18,12 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], backend: Backend) -> None:
         self.spec = spec
         self._backend = backend
-        self._embed = backend.matrix(weights["embed"])
+        self._embed = backend.vocabulary(weights["embed"])
         layers = [_layer(weights, f"layers.{i}.", spec.windows[i], backend) for i in range(spec.num_layers)]
         norms = [layer.input_norm for layer in layers] + [backend.vector(weights["final_norm"])]
         self._first_norm = norms[0]
         self._run_layers = backend.stack(layers, norms[1:])
-        self._head = self._embed if spec.tie_embeddings else backend.matrix(weights["head"])
+        self._head = self._embed if spec.tie_embeddings else backend.vocabulary(weights["head"])
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:

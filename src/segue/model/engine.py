@@ -24,6 +24,7 @@ from segue.model.session import Session
 from segue.policies import Policy
 
 DType = Literal["auto", "fp32", "bf16", "fp16"]
+_TOUCHED_BYTES = 512 << 20
 _COUNTS = ("num_blocks", "block_size", "max_model_len", "max_step_tokens", "max_running", "threads")
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,7 +45,7 @@ class ModelOptions:
     prefix_caching: bool = True
     threads: int | None = None  # of the whole process: torch has one pool
     native: bool = True  # False: plain torch even where our CPU kernels would run
-    own_process: bool = False  # nothing else in this process needs torch's threads
+    own_process: bool = False  # a server's: nothing else in this process needs torch's threads
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *_TORCH_DTYPES):
@@ -104,6 +105,8 @@ class Engine(EngineCore):
             chosen.prefix_caching,
         )
         self.runner = _runner(decoder, backend, config, self.budget)
+        if chosen.own_process and device.type == "cpu":
+            self.runner.touch_kv(_TOUCHED_BYTES)
         self.model = loaded
         super().__init__(
             self.runner,

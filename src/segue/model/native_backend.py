@@ -41,6 +41,15 @@ class NativeBackend:
         self._num_weights += weight.numel()
         return self._kernels.pack(weight, self._storage)
 
+    def vocabulary(self, weight: Tensor) -> PackedWeight:
+        self._num_weights += weight.numel()
+        pack = (
+            self._kernels.pack_exactly
+            if self._storage == "fp32"
+            else partial(self._kernels.pack, storage=self._storage)
+        )
+        return pack(weight)
+
     def gated_matrix(self, gate: Tensor, up: Tensor) -> PackedWeight:
         self._num_weights += gate.numel() + up.numel()
         return self._kernels.pack_gated(gate, up, self._storage)

@@ -154,7 +154,7 @@ class TextTokenizer(Tokenizer):
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        ids: list[int] = self._backend.encode(_utf8(text).decode(), add_special_tokens=add_special).ids
+        ids: list[int] = self._backend.encode_batch_fast([_utf8(text).decode()], add_special_tokens=add_special)[0].ids
         return self._prefix + ids if add_special else ids
 
     def save(self, path: Path) -> None:

@@ -32,6 +32,9 @@ class TorchBackend:
     def matrix(self, weight: Tensor) -> Tensor:
         return weight.to(device=self.device, dtype=self._dtype).contiguous()
 
+    def vocabulary(self, weight: Tensor) -> Tensor:
+        return self.matrix(weight)
+
     def gated_matrix(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.matrix(torch.cat([gate, up]))
 

@@ -25,7 +25,7 @@ def spec_of(**changes):
         "hidden_size": 48, "intermediate_size": 72, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "head_dim": 16,
     }  # fmt: skip
     return ModelSpec(
-        "x", 100, max_positions=128, rms_eps=1e-5, rope_theta=1e4, windows=(None, 7, None), **{**shape, **changes}
+        "x", 100, max_positions=128, rms_eps=1e-5, rope_theta=1e4, windows=(7, None, 7), **{**shape, **changes}
     )
 
 

@@ -109,12 +109,28 @@ def test_packing_takes_any_float_type_and_more_rows_than_one_conversion(kernels)
     assert same(kernels.pack(weight.double(), "fp32").rows(ids), weight[ids].float())
 
 
-def test_eight_bit_codes_of_a_q8_file_survive(kernels):
-    codes = torch.randint(-126, 127, (24, 64), generator=torch.Generator().manual_seed(5)).float()
+def q8_weight(rows):
+    codes = torch.randint(-126, 127, (rows, 64), generator=torch.Generator().manual_seed(5)).float()
     codes[:, ::32] = 127
-    scales = (torch.rand(24, 2) * 0.01 + 0.001).half().float()
-    weight = (codes.view(24, 2, 32) * scales[..., None]).view(24, 64)
-    torch.testing.assert_close(kernels.pack(weight, "int8").rows(torch.arange(24)), weight, rtol=1e-6, atol=0)
+    scales = (torch.rand(rows, 2, generator=torch.Generator().manual_seed(6)) * 0.01 + 0.001).half().float()
+    return (codes.view(rows, 2, 32) * scales[..., None]).view(rows, 64)
+
+
+def test_what_came_as_q8_is_packed_into_a_quarter_and_multiplies_to_the_same_bits(kernels):
+    weight, x = q8_weight(5000), normal(7, 9, 64)
+    packed, wide = kernels.pack_exactly(weight), kernels.pack(weight, "fp32")
+    assert packed.storage == "int8" and packed.nbytes < 0.3 * wide.nbytes
+    assert same(packed.rows(torch.arange(5000)), weight)
+    for rows in (1, 3, 9):
+        assert same(linear(kernels, x[:rows], packed), linear(kernels, x[:rows], wide))
+
+
+@pytest.mark.parametrize("row", [0, 4095, 4999])
+def test_a_single_value_that_eight_bits_do_not_hold_keeps_all_of_them_wide(kernels, row):
+    weight = q8_weight(5000)
+    weight[row, 40] *= 1 + 2**-23
+    packed = kernels.pack_exactly(weight)
+    assert packed.storage == "fp32" and same(packed.rows(torch.arange(5000)), weight)
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -183,28 +183,45 @@ void score_rows(const Call& c, const Unit& u, Range tokens, int64_t first, int64
     }
 }
 
-// Turns a row's scores into weights relative to its new peak, and rescales what it has summed so far.
-__attribute__((noinline)) void soften(float* scores, Range seen, State s, int64_t row, int64_t padded) {
-    std::fill(scores, scores + seen.begin, kMinusInfinity);
-    std::fill(scores + seen.end, scores + kTile, kMinusInfinity);
+inline float highest(const float* scores) {
     Vec high = load<Vec>(scores);
     for (int64_t t = kWidth; t < kTile; t += kWidth) {
         const Vec v = load<Vec>(scores + t);
         high = v > high ? v : high;
     }
-    const float peak = std::max(s.peak[row], max_lanes(high));
+    return max_lanes(high);
+}
+
+inline float to_weights(float* scores, float peak) {
     Vec total = {};
     for (int64_t t = 0; t < kTile; t += kWidth) {
         const Vec weight = exp2_down(load<Vec>(scores + t) - peak);
         store(scores + t, weight);
         total += weight;
     }
-    const float keep = exp2_one(s.peak[row] - peak);
-    s.total[row] = s.total[row] * keep + sum_lanes(total);
-    s.peak[row] = peak;
-    if (keep == 1.0f) return;
-    float* sums = s.sums + row * padded;
-    for (int64_t d = 0; d < padded; d += kWidth) store(sums + d, load<Vec>(sums + d) * keep);
+    return sum_lanes(total);
+}
+
+// Turns rows' scores into weights relative to their new peaks, and rescales what they have summed so far. As many rows as a
+// vector has lanes go together, so that what a row needs once is computed for all of them at once.
+__attribute__((noinline)) void soften(float* scores, State s, Range rows, int64_t padded) {
+    for (int64_t row = rows.begin; row < rows.end; row += kWidth) {
+        const int64_t count = std::min<int64_t>(kWidth, rows.end - row);
+        float old[kWidth] = {}, peak[kWidth] = {}, keep[kWidth];
+        for (int64_t i = 0; i < count; ++i) {
+            old[i] = s.peak[row + i];
+            peak[i] = std::max(old[i], highest(scores + (row + i) * kTile));
+        }
+        store(keep, exp2_vec(load<Vec>(old) - load<Vec>(peak)));
+        for (int64_t i = 0; i < count; ++i) {
+            const float total = to_weights(scores + (row + i) * kTile, peak[i]);
+            s.total[row + i] = s.total[row + i] * keep[i] + total;
+            s.peak[row + i] = peak[i];
+            if (keep[i] == 1.0f) continue;
+            float* sums = s.sums + (row + i) * padded;
+            for (int64_t d = 0; d < padded; d += kWidth) store(sums + d, load<Vec>(sums + d) * keep[i]);
+        }
+    }
 }
 
 template <class T>
@@ -232,16 +249,22 @@ void visit_tile(const Call& c, const Unit& u, int64_t first, Range seen, Range s
     while (!tokens.empty() && (u.keys(c, tokens.end - 1) & tile).empty()) --tokens.end;
     if (tokens.empty()) return;
     score_rows(c, u, tokens, first, seen.end - first, b, next);
+    for (int64_t j = tokens.begin; j < tokens.end; ++j) {
+        const Range keys = u.keys(c, j) & tile;
+        for (int64_t row = j * group; row < (j + 1) * group; ++row) {
+            float* scores = b.scores + row * kTile;
+            std::fill(scores, scores + (keys.begin - first), kMinusInfinity);
+            std::fill(scores + (keys.end - first), scores + kTile, kMinusInfinity);
+        }
+    }
+    soften(b.scores, b.state, {tokens.begin * group, tokens.end * group}, c.padded_dim());
     Range whole{0, 0};
     for (int64_t j = tokens.begin; j < tokens.end; ++j) {
-        const Range keys = u.keys(c, j) & tile, local{keys.begin - first, keys.end - first};
-        const Range rows{j * group, (j + 1) * group};
-        for (int64_t row = rows.begin; row < rows.end; ++row)
-            soften(b.scores + row * kTile, local, b.state, row, c.padded_dim());
-        if (local.begin > 0 || local.end < kTile)
-            add_values(c, b, rows, local, next);
-        else
+        const Range keys = u.keys(c, j) & tile, rows{j * group, (j + 1) * group};
+        if (keys.end - keys.begin == kTile)
             whole = whole.empty() ? rows : Range{whole.begin, rows.end};
+        else
+            add_values(c, b, rows, {keys.begin - first, keys.end - first}, next);
     }
     add_values(c, b, whole, {0, kTile}, next);
 }

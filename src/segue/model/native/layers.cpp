@@ -1,6 +1,7 @@
 // A decoder's layers from the first to the last in one call: with small batches, going back to Python between the operations
 // costs a tenth of the step.
 #include <algorithm>
+#include <vector>
 
 #include "kernels.h"
 
@@ -48,24 +49,53 @@ void gather(float* rows, const int64_t* wanted, int64_t count, int64_t size) {
         if (wanted[i] != i) std::copy_n(rows + wanted[i] * size, size, rows + i * size);
 }
 
+// The rows that are sampled from, each as a sequence of its own: what a row attends to is in its table and its length.
+struct SampledRows {
+    std::vector<int32_t> tables, starts, lengths;
+
+    explicit SampledRows(const Step& s) {
+        int64_t sequence = 0;
+        for (int64_t i = 0; i < s.num_sampled; ++i) {
+            const int64_t row = s.sampled[i];
+            while (s.starts[sequence + 1] <= row) ++sequence;
+            const int32_t* table = s.tables + sequence * s.table_stride;
+            tables.insert(tables.end(), table, table + s.table_stride);
+            starts.push_back(int32_t(i));
+            lengths.push_back(s.positions[row] + 1);
+        }
+        starts.push_back(int32_t(s.num_sampled));
+    }
+};
+
+void attend(const Layer& l, const Step& s) {
+    segue_attention(s.qkv, l.k_cache, l.v_cache, int32_t(s.half_cache), s.tables, s.table_stride, s.starts, s.lengths,
+                    s.sequences, s.heads, s.kv_heads, s.dim, s.block_size, float(s.scale), l.window, s.attended,
+                    int(s.threads));
+}
+
+// What rows become that nobody samples from is read by nobody after their last KV: attention is over the others alone.
+void attend_sampled(const Layer& l, Step s) {
+    const SampledRows rows(s);
+    gather(s.qkv, s.sampled, s.num_sampled, l.qkv.n);
+    gather(s.residual, s.sampled, s.num_sampled, l.o.n);
+    s.tables = rows.tables.data(), s.starts = rows.starts.data(), s.lengths = rows.lengths.data();
+    s.sequences = s.num_sampled;
+    attend(l, s);
+}
+
 // `normed` holds the input and, afterwards, the output of the rows that are left.
 void run_layer(const Layer& l, const Step& s, bool is_last) {
     const int threads = int(s.threads);
     const float eps = float(s.eps);
-    const int64_t size = l.o.n;
-    int64_t rows = s.rows;
-    l.qkv.multiply(s.normed, s.qkv, rows, threads);
+    const int64_t size = l.o.n, rows = is_last ? s.num_sampled : s.rows;
+    l.qkv.multiply(s.normed, s.qkv, s.rows, threads);
     segue_rope_store(s.qkv, s.cos, s.sin, s.positions, s.slots, l.k_cache, l.v_cache, int32_t(s.half_cache), l.q_norm,
-                     l.k_norm, eps, rows, s.heads, s.kv_heads, s.dim, s.block_size, threads);
-    segue_attention(s.qkv, l.k_cache, l.v_cache, int32_t(s.half_cache), s.tables, s.table_stride, s.starts, s.lengths,
-                    s.sequences, s.heads, s.kv_heads, s.dim, s.block_size, float(s.scale), l.window, s.attended,
-                    threads);
-    if (is_last) {  // nobody reads what the others become after their last KV
-        gather(s.attended, s.sampled, s.num_sampled, l.o.k);
-        gather(s.residual, s.sampled, s.num_sampled, size);
-        rows = s.num_sampled;
-    }
+                     l.k_norm, eps, s.rows, s.heads, s.kv_heads, s.dim, s.block_size, threads);
     if (rows == 0) return;
+    if (rows < s.rows)
+        attend_sampled(l, s);
+    else
+        attend(l, s);
     l.o.multiply(s.attended, s.hidden, rows, threads);
     segue_add_rms_norm(s.residual, s.hidden, l.post_norm, eps, s.normed, rows, size, threads);
     l.gate_up.multiply_gated(s.normed, s.gated, rows, threads);

@@ -82,15 +82,14 @@ inline Vec exp2_vec(Vec x) {
     return underflow ? Vec{} : scaled;
 }
 
-// The same for x <= 0, which softmax needs for every score: a third less work.
+// The same for x <= 0, which softmax needs for every score: a third less work. 0 below 2^-126.5.
 inline Vec exp2_down(Vec x) {
-    const Vec low = splat(-126.0f), rounder = splat(kRounder);
-    const auto underflow = x < low;
-    x = underflow ? low : x;
+    const Vec low = splat(-127.0f), rounder = splat(kRounder);  // at -127 the exponent's bits are all zeros: a factor of 0
+    x = low > x ? low : x;
     const Vec shifted = x + rounder;
     const Vec p = exp2_fraction(x - (shifted - rounder));
     const IVec exponent = ((IVec)shifted << 23) + 0x3f800000;  // the rounder's own low bits are zeros
-    return underflow ? Vec{} : p * (Vec)exponent;
+    return p * (Vec)exponent;
 }
 
 inline float exp2_one(float x) { return exp2_vec(splat(x))[0]; }
