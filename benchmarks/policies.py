@@ -16,17 +16,37 @@ import random
 import statistics
 import time
 from array import array
+from dataclasses import replace
 
 from segue import Engine, SamplingParams
 from segue.base.config import EngineConfig
 from segue.engine import EngineCore
 from segue.engine.executor import StepResult
 from segue.engine.jobs import JobDesk
-from segue.policies import Adaptive, Call, FirstComeFirstServed, Policy, Pressure, TurnEnd, TurnView, make_policy
+from segue.policies import (
+    Adaptive,
+    Call,
+    ContextServe,
+    FirstComeFirstServed,
+    Policy,
+    Pressure,
+    Returned,
+    TurnEnd,
+    TurnView,
+    make_policy,
+)
+from segue.policies.training import NUM_TREES
+from segue.policies.trees import Tree, Trees
+from segue.toolcalls.features import FEATURES
 
 POLICIES = ("fcfs", "continuum-released", "continuum", "context_serve", "adaptive")
 TOKENS = (92, 469, 811, 1343, 1655, 2241, 2665, 2915)
 GAPS = ((0.05, 0.15), (0.05, 0.1), (0.05, 0.1), (0.08, 0.2), (0.5, 1.0), (0.05, 0.1), (0.1, 0.3))
+CALLS = {
+    "known": Call("bash", "pytest", "j", "pytest -q"),
+    "new": Call("bash", "mytool", "j", "cd repo && FOO=1 mytool --flag x/y/z.py 2>&1 | tail -20"),
+    "new, 2000 chars": Call("bash", "mytool", "j", "mytool a/b | x; " * 125),
+}
 TOOLS = ("ls", "cat", "grep", "sed", "pytest", "git diff", "python")
 
 
@@ -42,30 +62,34 @@ class Nothing:
 
 def cost() -> None:
     taught = {name: make_policy(name) for name in POLICIES}
+    taught["context_serve"] = ContextServe(_trees())
     for policy in taught.values():
         for number in range(2000):
-            policy.observe(_returned(TOOLS[number % 7], random.random()))
+            policy.observe(Returned("j", Call("bash", TOOLS[number % 7], "j"), random.random()))
     config = EngineConfig(2000, 16, max_step_tokens=512, max_running=256, max_model_len=4096)
     engine = EngineCore(Nothing(), config, policy=Adaptive())
     for number in range(10_000):
         engine.submit([number % 50] * 600, SamplingParams(max_tokens=5), job_id=f"job {number}")
     engine.step()
-    pressure = engine._scheduler.jobs.pressure()
+    pressure = replace(engine._scheduler.jobs.pressure(), seconds_per_token=1e-3)
     print(f"a decision with {pressure.num_waiting:,} turns waiting, µs:")
-    end = TurnEnd(TurnView(1, "j", 0.0, 400, 500, 499, 0), 32, Call("bash", "pytest", "j"))
+    print(f"  {'policy':20}" + "".join(f"{title:>15}" for title in CALLS))
     for name, policy in taught.items():
-        print(f"  {name:20}{_microseconds(policy, end, pressure):8.1f}")
+        taken = [_microseconds(policy, call, pressure) for call in CALLS.values()]
+        print(f"  {name:20}" + "".join(f"{each:15.1f}" for each in taken))
     ratios = [_steps(Adaptive()) / _steps(FirstComeFirstServed()) for _ in range(9)]
     print(f"a step of 64 decoding, adaptive over fcfs, bookkeeping alone: {statistics.median(ratios):.3f}")
 
 
-def _returned(tool: str, seconds: float):
-    from segue.policies import Returned
+def _trees() -> Trees:
+    """As large as trained ones, and never sure: then every stage of `context_serve` is asked."""
+    chosen = random.Random(0)
+    inner = [(chosen.randrange(len(FEATURES)), float(chosen.randrange(1, 4)), 2 * n + 1, 2 * n + 2) for n in range(15)]
+    return Trees(0.0, 50.0, (Tree((*inner, *((-1, 0.1, 0, 0),) * 16)),) * NUM_TREES)
 
-    return Returned("j", Call("bash", tool, "j"), seconds)
 
-
-def _microseconds(policy: Policy, end: TurnEnd, pressure: Pressure) -> float:
+def _microseconds(policy: Policy, call: Call, pressure: Pressure) -> float:
+    end = TurnEnd(TurnView(1, "j", 0.0, 400, 2000, 1999, 0), 32, call)
     taken = []
     for _ in range(2000):
         began = time.perf_counter()

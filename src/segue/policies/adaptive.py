@@ -67,12 +67,12 @@ class Adaptive(Policy):
         tokens = min(end.turn.num_computed, num_blocks * pressure.block_size)
         benefit = tokens * pressure.seconds_per_token
         share = num_blocks / max(pressure.num_blocks, 1)
-        gap = self.durations.of(_known(end.call, end.turn.job_id))
+        gap = self.durations.of(_known(end.call, end.turn.job_id)).after(elapsed)
         cost = max(scarcity(pressure) * share, _LEAST_COST * benefit / LONGEST)
-        keep = gap.best_keep(benefit, cost, elapsed)
+        keep = gap.best_keep(benefit, cost)
         if keep.seconds <= 0 or num_blocks <= 0:
             return Disposition(benefit_seconds=benefit, p_return=keep.p_return, why="does not pay")
-        wanted = keep if cost == share else gap.best_keep(benefit, share, elapsed)  # if others want the memory
+        wanted = keep if cost == share else gap.best_keep(benefit, share)  # if others want the memory
         return Disposition(
             keep_seconds=keep.seconds,
             value=max(wanted.utility / max(tokens, 1), _LEAST_VALUE),

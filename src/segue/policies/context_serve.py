@@ -51,10 +51,7 @@ class ContextServe(Continuum):
         seen = self._posteriors.draw(call)
         if seen is not None and (seconds := seen.keep_seconds()) is not None:
             return seconds, "seen"
-        if (
-            self._trees is not None
-            and (seconds := self._trees.forecast(call.tool, call.command).keep_seconds()) is not None
-        ):
+        if self._trees is not None and (seconds := self._trees.forecast(call).keep_seconds()) is not None:
             return seconds, "trees"
         return None, ""
 

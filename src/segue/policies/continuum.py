@@ -8,9 +8,10 @@ time to compute the context again. As released it is simpler: two seconds if the
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from segue.policies.durations import Call
@@ -164,7 +165,9 @@ class Continuum(JobOrder):
         seen = own if own is not None and len(own) >= ENOUGH else self._all
         share = benefit / (len(seen) + 1)
         best, best_seconds = share, 0.0
-        for rank, seconds in enumerate(seen.sorted, 2):
+        for rank, seconds in enumerate(
+            islice(seen.sorted, bisect(seen.sorted, benefit)), 2
+        ):  # a longer wait never pays
             if (utility := rank * share - seconds) > best:
                 best, best_seconds = utility, seconds
         return best_seconds

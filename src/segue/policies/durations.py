@@ -33,6 +33,9 @@ class Keep(NamedTuple):
     utility: float  # in seconds
 
 
+_NOTHING = Keep(0.0, 0.0, 0.0)
+
+
 class Histogram:
     """Counts of calls, and their seconds, by bin of the grid: bin i holds what is over EDGES[i - 1] and at most EDGES[i]."""
 
@@ -76,6 +79,31 @@ def bin_of(seconds: float) -> int:
     return min(bisect_left(EDGES, seconds), len(EDGES) - 1) if seconds > 0 else 0
 
 
+class Rest(NamedTuple):
+    """A distribution beyond `elapsed` seconds: by each edge from the `first` on, the chance that the call has `ended`, and the
+    seconds that KV was `kept` until it did, or until then. Both are parts of what is `left` of the whole."""
+
+    elapsed: float
+    first: int
+    left: float
+    ended: list[float]
+    kept: list[float]
+
+    def best_keep(self, benefit: float, cost: float) -> Keep:
+        """The time to go on keeping that gains most: `benefit` seconds if the call ends within it, less `cost` for each second
+        until then."""
+        if self.left <= _FEW:
+            return _NOTHING
+        utilities = [benefit * chance - cost * seconds for chance, seconds in zip(self.ended, self.kept, strict=True)]
+        best = max(utilities)
+        at = utilities.index(best)
+        utility = best + cost * self.left * self.elapsed
+        seconds = EDGES[self.first + at] - self.elapsed
+        if utility <= 0 or seconds <= 0:
+            return _NOTHING
+        return Keep(seconds, self.ended[at] / self.left, utility / self.left)
+
+
 class Distribution:
     """Of the time until a call ends: the chance and the mean seconds of each bin."""
 
@@ -85,26 +113,19 @@ class Distribution:
         self.chances, self.means = chances, means  # means are already weighed by their chance
 
     def best_keep(self, benefit: float, cost: float = 1.0, elapsed: float = 0.0) -> Keep:
-        """The time to go on keeping, from `elapsed` seconds after the start, that gains most: `benefit` seconds if the call
-        ends within it, less `cost` for each second until then, E[min(rest, time)].
+        return self.after(elapsed).best_keep(benefit, cost)
 
-        The rest of the time is what is left of the distribution beyond `elapsed`, whose hazard decides.
-        """
+    def after(self, elapsed: float) -> Rest:
+        """What is left of it for a call that has lasted `elapsed` seconds, whose hazard decides."""
         first = bisect_left(EDGES, elapsed) if elapsed > 0 else 0
         ended = list(accumulate(self.chances[first:]))
         left = ended[-1] if ended else 0.0
-        if left <= _FEW:
-            return Keep(0.0, 0.0, 0.0)
         # By each edge: what has ended took `seconds`, the rest was kept until the edge; both counted from the start.
-        utilities = [
-            benefit * chance - cost * (seconds + (left - chance) * edge)
+        kept = [
+            seconds + (left - chance) * edge
             for chance, seconds, edge in zip(ended, accumulate(self.means[first:]), EDGES[first:], strict=True)
         ]
-        utility = max(utilities) + cost * left * elapsed
-        at = utilities.index(max(utilities))
-        if utility <= 0 or EDGES[first + at] <= elapsed:
-            return Keep(0.0, 0.0, 0.0)
-        return Keep(max(EDGES[first + at] - elapsed, 0.0), ended[at] / left, utility / left)
+        return Rest(elapsed, first, left, ended, kept)
 
     def p_within(self, seconds: float, elapsed: float = 0.0) -> float:
         """That a call that has lasted `elapsed` ends in the next `seconds`."""

@@ -12,14 +12,14 @@ from typing import Any
 from segue.base.errors import InvalidRequest
 from segue.policies.evaluate import Recorded
 from segue.policies.forecasts import FAST_SECONDS, Forecast, log_seconds
-from segue.policies.trees import Tree, Trees
+from segue.policies.trees import Node, Tree, Trees
 from segue.toolcalls.features import FEATURES, features_of
 
-_ROUNDS = 60
+NUM_TREES = 20  # each tree is half a microsecond of every decision that asks them
 _SETTINGS = {
     "objective": "reg:squarederror",
     "max_depth": 4,
-    "eta": 0.15,
+    "eta": 0.4,
     "subsample": 0.8,
     "min_child_weight": 8,
     "nthread": 1,  # the same trees from the same calls
@@ -45,7 +45,7 @@ def train(records: Sequence[Recorded], seed: int = 0) -> Trained:
         raise InvalidRequest("trace", f"{len(runs)} runs are too few to learn from: at least {_FOLDS} are needed")
     random.Random(seed).shuffle(runs)
     fold = {run: number % _FOLDS for number, run in enumerate(runs)}
-    rows = [features_of(record.call.tool, record.call.command) for record in records]
+    rows = [features_of(record.call.tool, record.call.key, record.call.command) for record in records]
     targets = [log_seconds(record.seconds) for record in records]
     errors = [0.0] * len(records)
     for held_out in range(_FOLDS):
@@ -72,13 +72,13 @@ def _fit(rows: list[list[int]], targets: list[float], seed: int) -> Trees:
         raise InvalidRequest("train", f"needs xgboost: pip install 'segue[predictors]' ({error})") from error
     base = sum(targets) / len(targets)
     data = xgboost.DMatrix(rows, targets, feature_names=list(FEATURES))
-    booster = xgboost.train({**_SETTINGS, "seed": seed, "base_score": base}, data, _ROUNDS)
+    booster = xgboost.train({**_SETTINGS, "seed": seed, "base_score": base}, data, NUM_TREES)
     return Trees(base, 1.0, tuple(_tree(json.loads(dump)) for dump in booster.get_dump(dump_format="json")))
 
 
 def _tree(root: dict[str, Any]) -> Tree:
     """Nodes in the order in which they are met: children come after their parent."""
-    rows: list[tuple[int, float, int, int]] = []
+    rows: list[Node] = []
     nodes = [root]
     for node in nodes:  # grows while it is walked
         if "leaf" in node:
@@ -87,5 +87,4 @@ def _tree(root: dict[str, Any]) -> Tree:
         rows.append((FEATURES.index(node["split"]), float(node["split_condition"]), len(nodes), len(nodes) + 1))
         children = {child["nodeid"]: child for child in node["children"]}
         nodes += [children[node["yes"]], children[node["no"]]]
-    feature, threshold, left, right = zip(*rows, strict=True)
-    return Tree(feature, threshold, left, right)
+    return Tree(tuple(rows))

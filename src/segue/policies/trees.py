@@ -13,32 +13,35 @@ from pathlib import Path
 from typing import Any
 
 from segue.base.errors import InvalidRequest
+from segue.policies.durations import Call
 from segue.policies.forecasts import Forecast
 from segue.toolcalls.features import FEATURES, features_of
 
-KIND, VERSION = "segue command durations", 1
+KIND, VERSION = "segue command durations", 2
 _MOST_BYTES = 16 << 20
 _MOST_TREES, _MOST_NODES = 1000, 4096
 
 
+Node = tuple[int, float, int, int]
+"""(feature, threshold, left, right): on to node `left` if the feature is below the threshold, else to `right`, both of which
+come after this one. In a leaf the feature is -1 and the threshold its value."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Node 0 is the root. Inner node i: to `left[i]` if the feature is below `threshold[i]`, else to `right[i]`, both of which
-    come after i; in a leaf, `feature[i]` is -1 and `threshold[i]` its value."""
+    """The first node is the root."""
 
-    feature: Sequence[int]
-    threshold: Sequence[float]
-    left: Sequence[int]
-    right: Sequence[int]
+    nodes: Sequence[Node]
 
     def __call__(self, features: Sequence[float]) -> float:
-        at = 0
-        while (which := self.feature[at]) >= 0:
-            at = self.left[at] if features[which] < self.threshold[at] else self.right[at]
-        return self.threshold[at]
+        nodes = self.nodes
+        feature, threshold, left, right = nodes[0]
+        while feature >= 0:
+            feature, threshold, left, right = nodes[left if features[feature] < threshold else right]
+        return threshold
 
     def to_json(self) -> list[list[float]]:
-        return [list(row) for row in zip(self.feature, self.threshold, self.left, self.right, strict=True)]
+        return [list(node) for node in self.nodes]
 
     @classmethod
     def from_json(cls, data: Any) -> Tree:
@@ -52,7 +55,7 @@ class Tree:
             is_inner = 0 <= feature < len(FEATURES) and at < left < len(data) and at < right < len(data)
             if not (is_inner or feature == -1) or not math.isfinite(threshold):
                 raise ValueError(f"a node that leads nowhere: {row!r:.60}")
-        return cls(*(tuple(column) for column in zip(*data, strict=True)))
+        return cls(tuple((feature, threshold, left, right) for feature, threshold, left, right in data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +67,9 @@ class Trees:
     sigma: float
     trees: Sequence[Tree]
 
-    def forecast(self, tool: str, command: str) -> Forecast:
-        features = features_of(tool, command)
-        return Forecast(self.base + sum(tree(features) for tree in self.trees), self.sigma)
+    def forecast(self, call: Call) -> Forecast:
+        features = features_of(call.tool, call.key, call.command)
+        return Forecast(self.base + sum([tree(features) for tree in self.trees]), self.sigma)
 
     def to_json(self) -> dict[str, Any]:
         return {

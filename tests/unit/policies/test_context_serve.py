@@ -155,10 +155,10 @@ def test_training_finds_what_there_is_to_find_and_our_trees_say_what_xgboosts_do
     assert trained.fast[0] + trained.slow[0] > 0.95 * len(records)
     assert trained.fast[1] == trained.fast[0] and trained.slow[1] == trained.slow[0]
     assert trained.trees.sigma == pytest.approx(0.2, abs=0.1)
-    quick, slow = (trained.trees.forecast("bash", command) for command in ("tool -x", "tool -x | other"))
+    quick, slow = (trained.trees.forecast(bash("tool", command)) for command in ("tool -x", "tool -x | other"))
     assert math.exp(quick.mean) == pytest.approx(0.4, rel=0.2) and math.exp(slow.mean) == pytest.approx(40.0, rel=0.2)
     assert train(records).trees == trained.trees, "the same calls give the same trees"
-    rows = [features_of(record.call.tool, record.call.command) for record in records]
+    rows = [features_of(record.call.tool, record.call.key, record.call.command) for record in records]
     targets = [math.log(record.seconds) for record in records]
     base = statistics.fmean(targets)
     data = xgboost.DMatrix(rows, targets, feature_names=list(FEATURES))
@@ -213,7 +213,7 @@ def test_a_file_that_is_no_model_is_refused_by_name(tmp_path):
     good = says(1.0).to_json()
     wrong = [b"", b"[]", b"\xff", b"[" * 5000]
     changes = [
-        {"version": 2},
+        {"version": 1},
         {"kind": "x"},
         {"features": []},
         {"sigma": 0.0},
