@@ -31,6 +31,8 @@ REFUSED = (InvalidRequest, StateError)  # NoRoom, RequestTooLong and SnapshotErr
 def small_chunks(monkeypatch):
     """Few tokens in a chunk, so that one of several can be missing."""
     cut_chunks(monkeypatch, 4 * FakeExecutor(2, 1).kv_layout.token_bytes)
+    monkeypatch.setattr("segue.engine.tiering._STAGING_BYTES", 0)
+    monkeypatch.setattr("segue.engine.tiering._AHEAD", 2)
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +86,9 @@ class Asked:
 
 
 class Traffic:
-    def __init__(self, seed):
+    def __init__(self, seed, folder):
         self.random = random.Random(seed)
+        self.folder = folder
         self.clock = VirtualClock()
         pick = self.random.choice
         shared = {
@@ -97,10 +100,12 @@ class Traffic:
             "lease_quota": pick([None, None, 0, 2, 6]),
         }
         sizes = [(pick([8, 20, 30, 45, 60]) // size + 2, size) for size in (pick([1, 2, 3, 4, 5]), pick([1, 3, 4]))]
-        self.engines = [
-            EngineCore(FakeExecutor(*size), EngineConfig(*size, **shared), policy=pick(POLICIES)(), clock=self.clock)
-            for size in sizes
-        ]
+        self.engines = []
+        for size in sizes:
+            executor = FakeExecutor(*size)
+            tiers = self.tiers(size[1] * executor.kv_layout.token_bytes) if shared["prefix_caching"] else []
+            config = EngineConfig(*size, **shared)
+            self.engines.append(EngineCore(executor, config, policy=pick(POLICIES)(), clock=self.clock, tiers=tiers))
         for engine in self.engines:  # as if tokens took that long: then there is something to keep
             engine._scheduler.jobs.gauge.seconds_per_token = pick([0.0, 0.01, 1.0])
         self.asked = [{}, {}]  # by engine: id -> Asked, until its end was heard
@@ -108,6 +113,13 @@ class Traffic:
         self.loads = []  # (engine, outgoing, arrival, what it is)
         self.exports = []  # (engine, id, export)
         self.imports = []  # (engine, id, export, arrival)
+
+    def tiers(self, block_bytes):
+        """Often none; a host tier of few blocks or many, and a folder that both engines may use."""
+        tiers = [f"host={self.random.choice([1, 3, 10, 60]) * block_bytes}"] if self.random.random() < 0.6 else []
+        if self.random.random() < 0.3:
+            tiers.append(f"disk={self.folder},{self.random.choice([2, 30]) * (block_bytes + 64)}")
+        return tiers
 
     # One operation
 
@@ -265,7 +277,7 @@ class Traffic:
         assert asked.seen[delta.index] == len(asked.answer(delta.index))
         assert delta.state.tokens.tolist() == asked.tokens(delta.index) and delta.state.scope.salt == asked.salt
         reuse = delta.reuse
-        assert min(reuse.held, reuse.cached, reuse.recomputed, reuse.new) >= 0, reuse
+        assert min(reuse.held, reuse.cached, reuse.loaded, reuse.recomputed, reuse.new) >= 0, reuse
         assert reuse.inherited + reuse.recomputed + reuse.new == len(asked.start()) + asked.came_with, reuse
         asked.unfinished.remove(delta.index)
         if not asked.unfinished:
@@ -418,13 +430,14 @@ class Traffic:
             engine.check()
             assert engine.stats().kv_usage == 0.0 and engine.kv.num_free == engine.config.num_blocks - 1
             assert len(engine.kv.leases) == 0 and not engine.kv.leases.totals
+            engine.close()
 
 
 @pytest.mark.parametrize("first", range(0, 300, 50))
-def test_nothing_is_lost_mixed_up_or_left_in_random_traffic(first):
+def test_nothing_is_lost_mixed_up_or_left_in_random_traffic(first, tmp_path):
     for seed in range(first, first + 50):
         try:
-            Traffic(seed).run()
+            Traffic(seed, tmp_path / str(seed)).run()
         except Exception as error:
             error.add_note(f"with seed {seed}")
             raise

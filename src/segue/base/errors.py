@@ -91,3 +91,9 @@ class EngineClosed(SegueError):
 
 class IntegrityError(SegueError):
     status = 500
+
+
+class TierError(SegueError):
+    """A tier cannot be used, or what it had is not what was stored."""
+
+    status = 500

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from segue.model.engine import Engine
 
 _ENGINE_OPTIONS = (
-    "device", "dtype", "quantize", "num_blocks", "kv_memory", "block_size", "max_model_len", "threads", "prefix_caching",
+    "device", "dtype", "quantize", "num_blocks", "kv_memory", "block_size", "max_model_len", "threads", "prefix_caching", "tiers",
 )  # fmt: skip
 
 
@@ -30,6 +30,10 @@ def add_engine_options(command: argparse.ArgumentParser, *, model: bool = True) 
     group.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in a block (default: 16)")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest sequence (default: the model's)")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    group.add_argument(
+        "--tier", dest="tiers", action="append", default=[], metavar="TIER",
+        help="where KV goes when the device is full: host=4GiB, or disk=/path,20GiB, which outlives the process; may be repeated",
+    )  # fmt: skip
     group.add_argument(
         "--no-prefix-caching", dest="prefix_caching", action="store_false", help="never reuse computed KV"
     )

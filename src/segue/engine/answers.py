@@ -96,7 +96,11 @@ class Answers:
         if active.turn.sequences and (new := active.turn.sequences[0].reuse) is not None:
             had = self.reuse
             self.reuse = Reuse(
-                had.held + new.held, had.cached + new.cached, had.recomputed + new.recomputed, had.new + new.new
+                had.held + new.held,
+                had.cached + new.cached,
+                had.recomputed + new.recomputed,
+                had.new + new.new,
+                had.loaded + new.loaded,
             )
         del self._active[active.turn.id]
 

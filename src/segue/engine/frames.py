@@ -141,7 +141,7 @@ def delta_to_json(delta: Delta) -> dict[str, Any]:
         "logprobs": delta.logprobs,
         "finish_reason": delta.finish_reason,
         "error": None if delta.error is None else error_to_json(delta.error),
-        "reuse": None if reuse is None else [reuse.held, reuse.cached, reuse.recomputed, reuse.new],
+        "reuse": None if reuse is None else [reuse.held, reuse.cached, reuse.recomputed, reuse.new, reuse.loaded],
     }
 
 

@@ -10,6 +10,7 @@ from math import inf
 from segue.base.clock import Clock
 from segue.engine.sequence import Hold, Sequence, Turn
 from segue.engine.text import Decode
+from segue.engine.tiering import TierDesk
 from segue.kv import KVManager, Lease
 from segue.policies import (
     Call,
@@ -71,6 +72,7 @@ class JobDesk:
         clock: Clock,
         load: Callable[[], tuple[int, int]],
         decode: Decode | None = None,
+        tiers: TierDesk | None = None,
     ) -> None:
         """`load` says how many turns wait and run; without `decode` no tool calls are found."""
         self.book = JobBook()
@@ -81,6 +83,7 @@ class JobDesk:
         self._clock = clock
         self._load = load
         self._decode = decode
+        self._tiers = tiers
         self._pins: dict[Job, list[Pin]] = {}
         self._by_lease: dict[int, Pin] = {}
         self._reviews: list[tuple[float, int, Pin]] = []
@@ -204,9 +207,15 @@ class JobDesk:
             num_waiting=num_waiting,
             num_running=num_running,
             block_size=kv.block_size,
-            seconds_per_token=self.gauge.seconds_per_token,
+            seconds_per_token=self._seconds_per_token(),
             queue_seconds=self.gauge.queue_seconds,
         )
+
+    def _seconds_per_token(self) -> float:
+        """What a token of KV takes to have again: to compute, or to load where that is sooner."""
+        computed = self.gauge.seconds_per_token
+        loaded = self._tiers.seconds_per_token if self._tiers is not None else 0.0
+        return min(computed, loaded) if loaded else computed
 
     def review(self, now: float) -> None:
         """Ask again about pins whose time for it has come."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from segue.base.clock import Clock, SystemClock
@@ -22,10 +22,13 @@ from segue.engine.scheduler import Scheduler
 from segue.engine.sequence import Heir, Turn
 from segue.engine.stream import Mailbox, Stream
 from segue.engine.text import Tokenizer, decoder
+from segue.engine.tiering import open_tiers
 from segue.engine.turns import TurnMaker, answer_names
 from segue.kv import KVManager
 from segue.policies import Policy, make_policy
 from segue.state import Progress, State
+
+_TIER_SECONDS = 0.002  # to wait for a slow tier when there is nothing else to do; requests may come
 
 
 class EngineLoop:
@@ -42,7 +45,9 @@ class EngineLoop:
         state_identity: str | None = None,
         policy: Policy | str | None = None,
         clock: Clock | None = None,
+        tiers: Sequence[str] = (),
     ) -> None:
+        """`tiers`: where KV goes besides the device, such as "host=4GiB" and "disk=/path,20GiB"."""
         self.config = config
         self.policy = make_policy(policy)
         self.tokenizer = tokenizer
@@ -54,7 +59,8 @@ class EngineLoop:
         self.kv.leases.default_quota = config.lease_quota
         self._answers = Answers(tokenizer, self._clock)
         decode = decoder(tokenizer) if tokenizer is not None else None
-        self._scheduler = Scheduler(config, self.kv, self.policy, self._clock, decode=decode)
+        self._tiers = open_tiers(tiers, self.kv, executor)
+        self._scheduler = Scheduler(config, self.kv, self.policy, self._clock, decode=decode, tiers=self._tiers)
         self._desk = StateDesk(
             self._scheduler,
             executor,
@@ -75,6 +81,7 @@ class EngineLoop:
         self._mail: dict[str, Mailbox] = {}  # of those that have a stream
         self._abandoned: deque[tuple[str, Mailbox]] = deque()
         self._num_steps = 0
+        self._step_seconds: float | None = None  # of the last step, if there was one
         self._closed = False
 
     # The loop
@@ -88,11 +95,17 @@ class EngineLoop:
     def advance(self) -> bool:
         """One step. False if there is nothing to do."""
         self._end_abandoned()
+        moved = self._tiers.work(self._step_seconds) if self._tiers is not None else False
         plan = self._scheduler.plan()
         if not plan.rows:
+            self._step_seconds = None
+            if self._tiers is not None and self._tiers.has_work:
+                if not moved:
+                    self._tiers.wait(_TIER_SECONDS)
+                return True
             if self._scheduler.num_waiting:
                 raise IntegrityError("requests wait, nothing runs, and none can be admitted")
-            return False
+            return moved
         self._num_steps += 1
         began = self._clock.now()
         try:
@@ -104,7 +117,8 @@ class EngineLoop:
             if not isinstance(error, Exception):
                 raise  # an interrupt: the step is undone, and the caller hears of it
             return True
-        self._scheduler.jobs.gauge.step(self._clock.now() - began, self._scheduler.num_planned, len(plan.rows))
+        self._step_seconds = self._clock.now() - began
+        self._scheduler.jobs.gauge.step(self._step_seconds, self._scheduler.num_planned, len(plan.rows))
         produced = self._scheduler.apply(plan, result)
         self._deliver(self._answers.publish(produced, self._scheduler.finish))
         self._tell_orphans()
@@ -141,7 +155,10 @@ class EngineLoop:
     def has_work(self) -> bool:
         """Something to compute, or to hand out."""
         self._end_abandoned()
-        return bool(self._scheduler.num_running or self._scheduler.num_waiting or self._arrived)
+        scheduler = self._scheduler
+        if scheduler.num_running or scheduler.num_waiting or scheduler.num_loading or self._arrived:
+            return True
+        return self._tiers is not None and self._tiers.has_work
 
     def is_active(self, request_id: str) -> bool:
         return request_id in self._answers
@@ -298,6 +315,8 @@ class EngineLoop:
             self.kv.usage,
             self.kv.leases.num_blocks,
             len(self._desk.ledger),
+            reuse.loaded,
+            self._scheduler.num_loading,
         )
 
     def expire(self) -> float | None:
@@ -307,9 +326,15 @@ class EngineLoop:
         upcoming = self._scheduler.expire(now)
         return None if upcoming is None else max(upcoming - now, 0.0)
 
-    def forget(self) -> None:
-        """Empty the prefix cache; leases and running requests keep theirs."""
-        self.kv.forget()
+    def forget(self, tenant: str | None = None) -> None:
+        """Empty the prefix cache and every other tier, or one tenant's part of them; leases and running requests keep theirs."""
+        self.kv.forget(tenant)
+        if self._tiers is not None:
+            self._tiers.reset(tenant)
+
+    def tiers(self) -> list[dict[str, Any]]:
+        """What is in the other tiers, and how they have fared: a row for each."""
+        return self._tiers.info() if self._tiers is not None else []
 
     def check(self) -> None:
         """Raise `IntegrityError` if the KV core broke a promise."""
@@ -320,6 +345,8 @@ class EngineLoop:
             self.abort(request_id)
         if not self._closed:
             self._closed = True
+            if self._tiers is not None:
+                self._tiers.close()
             self._executor.close()
 
     def __enter__(self) -> Self:

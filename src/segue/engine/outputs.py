@@ -113,3 +113,5 @@ class EngineStats:
     kv_usage: float
     leased_blocks: int
     num_states: int
+    loaded_tokens: int = 0  # of those found: in another tier
+    num_loading: int = 0

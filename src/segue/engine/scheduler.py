@@ -13,6 +13,7 @@ from segue.engine.heirs import WHY_GONE, Heirs
 from segue.engine.jobs import JobDesk
 from segue.engine.sequence import Hold, Sequence, Status, Turn
 from segue.engine.text import Decode
+from segue.engine.tiering import Load, TierDesk
 from segue.engine.waiting import WaitingQueue
 from segue.kv import BlockTable, Copy, KVManager, Lease, Match, Reservation
 from segue.policies import Policy
@@ -41,8 +42,10 @@ class Scheduler:
         clock: Clock,
         states: StateLedger | None = None,
         decode: Decode | None = None,
+        tiers: TierDesk | None = None,
     ) -> None:
         self.config = config
+        self.tiers = tiers
         self.kv = kv
         self.states = states or StateLedger(config.max_states, config.max_state_bytes)
         self.heirs = Heirs(config, self.states, self.submit)
@@ -52,10 +55,12 @@ class Scheduler:
         self._clock = clock
         self._waiting = WaitingQueue(policy.fair_every)
         self._running: dict[int, Sequence] = {}  # in order of admission
+        self._loading: dict[int, Sequence] = {}  # with blocks, into which KV from another tier comes
+        self._loaded: list[Load] = []  # of those, complete and waiting for their first step
         self._next_id = 0
         self._now = clock.now()  # one time for all of a plan's decisions
         self._blocked: tuple[Sequence, float] | None = None  # the first in the queue, since it was found not to fit
-        self.jobs = JobDesk(policy, kv, clock, lambda: (len(self._waiting), len(self._running)), decode)
+        self.jobs = JobDesk(policy, kv, clock, lambda: (len(self._waiting), len(self._running)), decode, tiers)
 
     @property
     def num_waiting(self) -> int:
@@ -64,6 +69,10 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
 
     def submit(self, turn: Turn) -> None:
         """Queue a turn that was found to fit. Its first answer computes the prompt, the others share it."""
@@ -136,7 +145,10 @@ class Scheduler:
         return self.kv.extend(table, start, stop, self._now, below)
 
     def _preempt_for(self, sequence: Sequence, rows: dict[int, Row], copies: dict[int, Copy]) -> bool:
-        """Preempt the policy's victim. False when that was `sequence` itself."""
+        """Preempt the policy's victim; before that, those that have not begun. False when that was `sequence` itself."""
+        if self._loading:
+            self._unload(next(reversed(self._loading.values())))
+            return True
         victim = max(self._running.values(), key=lambda running: self._policy.victim(running.view(), self._now))
         rows.pop(victim.id, None)
         if copy := copies.pop(victim.id, None):
@@ -157,6 +169,9 @@ class Scheduler:
     def _plan_waiting(self, rows: dict[int, Row], copies: dict[int, Copy], budget: int) -> int:
         """Admit in the policy's order, and nobody past one that does not fit: a large request is not starved. Returns what is
         left of the budget."""
+        self._take_loaded()
+        while budget > 0 and len(self._running) < self.config.max_running and self._loaded:
+            budget = self._begin_loaded(self._loaded.pop(0), rows, budget)
         while budget > 0 and len(self._running) < self.config.max_running:
             sequence = self._waiting.peek()
             if sequence is None:
@@ -166,6 +181,8 @@ class Scheduler:
             reservation = self._seat(sequence, sequence.table)
             if reservation is None:
                 break
+            if sequence.status is Status.LOADING:
+                continue
             stop = min(len(sequence.tokens), sequence.num_computed + budget)
             rows[sequence.id] = _row(sequence, sequence.table, stop)
             if reservation.copy:
@@ -173,17 +190,57 @@ class Scheduler:
             budget -= stop - sequence.num_computed
         return budget
 
+    def _take_loaded(self) -> None:
+        """What came from another tier is KV like any other from now on."""
+        for load in self.tiers.take_complete() if self.tiers is not None else ():
+            sequence = load.sequence
+            sequence.num_computed = max(sequence.num_computed, load.at * self.kv.block_size)
+            self.kv.commit(load.table, sequence.tokens, sequence.num_computed)
+            self._loaded.append(load)
+
+    def _begin_loaded(self, load: Load, rows: dict[int, Row], budget: int) -> int:
+        sequence = load.sequence
+        del self._loading[sequence.id]
+        self._start(sequence, sequence.num_computed, load.num_held, load.num_blocks * self.kv.block_size)
+        stop = min(len(sequence.tokens), sequence.num_computed + budget)
+        rows[sequence.id] = _row(sequence, load.table, stop)
+        return budget - (stop - sequence.num_computed)
+
+    def _unload(self, sequence: Sequence) -> None:
+        """Back into the queue, without its blocks."""
+        assert sequence.table is not None
+        self._stop_loading(sequence)
+        self.kv.clear(sequence.table)
+        sequence.num_computed = 0
+        self._wait(sequence)
+
+    def _stop_loading(self, sequence: Sequence) -> None:
+        if self._loading.pop(sequence.id, None) is not None and self.tiers is not None:
+            self.tiers.cancel(sequence)
+            self._loaded = [load for load in self._loaded if load.sequence is not sequence]
+
+    def _num_to_load(self, sequence: Sequence, table: BlockTable, match: Match) -> int:
+        if self.tiers is None:
+            return 0
+        found = len(match.blocks)
+        count = self.tiers.num_worthwhile(table, sequence.tokens, found, self.jobs.gauge.seconds_per_token)
+        return count if (found + count) * self.kv.block_size > match.num_tokens else 0
+
     def _seat(self, sequence: Sequence, table: BlockTable) -> Reservation | None:
-        """Give a waiting sequence blocks for all its tokens, reusing what is there, and let it run. None, and no
-        change, if there is no room for it beside the running ones, each of which may need a block before long."""
+        """Give a waiting sequence blocks for all its tokens, reusing what is there, and let it run, or first let come what
+        another tier has. None, and no change, if there is no room for it beside the running ones, each of which may need a
+        block before long."""
         turn, parent = sequence.turn, sequence.turn.parent
         match, lender = self._find(sequence, table)
+        num_to_load = self._num_to_load(sequence, table, match)
+        if num_to_load:
+            match = match.without_tail(self.kv.block_size)
         num_held = min(parent.num_held, turn.num_shared) if parent is not None else 0
         reservation = self.kv.admit(
             table,
             match,
             len(sequence.tokens),
-            headroom=len(self._running),
+            headroom=len(self._running) + len(self._loading),
             now=self._now,
             below=self._bid(sequence),
             lender=lender,
@@ -194,17 +251,28 @@ class Scheduler:
                 self._blocked = sequence, self._now
             return None
         self._waiting.admit(sequence)
-        self._running[sequence.id] = sequence
-        sequence.status = Status.RUNNING
-        sequence.num_computed = reservation.num_reused
-        sequence.starts(reservation.num_reused, min(num_held, reservation.num_reused))
         turn.consume = False  # whatever the parent holds from now on, it holds for others
-        self._settle_expected(turn)
-        self.jobs.start(turn, sequence)
+        num_held = min(num_held, reservation.num_reused)
+        if num_to_load and self.tiers is not None:
+            sequence.status = Status.LOADING
+            sequence.num_computed = reservation.num_reused
+            self._loading[sequence.id] = sequence
+            self.tiers.begin(sequence, table, len(match.blocks), num_to_load, num_held)
+        else:
+            self._start(sequence, reservation.num_reused, num_held)
         return reservation
 
+    def _start(self, sequence: Sequence, num_reused: int, num_held: int, num_loaded: int = 0) -> None:
+        """It runs, with KV for `num_reused` of its tokens."""
+        self._running[sequence.id] = sequence
+        sequence.status = Status.RUNNING
+        sequence.num_computed = num_reused
+        sequence.starts(num_reused, num_held, num_loaded)
+        self._settle_expected(sequence.turn)
+        self.jobs.start(sequence.turn, sequence)
+
     def _bid(self, sequence: Sequence) -> float:
-        if not self._running or not self._policy.bids:
+        if not (self._running or self._loading) or not self._policy.bids:
             return inf
         blocked = self._blocked
         since = blocked[1] if blocked is not None and blocked[0] is sequence else self._now
@@ -298,6 +366,7 @@ class Scheduler:
             return
         self._waiting.remove(sequence)
         self._running.pop(sequence.id, None)
+        self._stop_loading(sequence)
         self._settle_expected(sequence.turn)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
@@ -307,6 +376,8 @@ class Scheduler:
             self.kv.commit_tail(table, sequence.tokens, sequence.num_computed)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._leave_state(sequence)
+            if table is not None and self.tiers is not None:
+                self.tiers.turn_ended(table, sequence.tokens, sequence.num_computed)
         else:
             self.states.note_failure(sequence.state_id, sequence.turn.scope, WHY_GONE[reason])
             self.heirs.disinherit(sequence.turn, sequence.index, reason)
@@ -374,6 +445,7 @@ class Scheduler:
         """Take a sequence out of the steps; its KV stays under a lease, which may shrink like any other."""
         self._waiting.remove(sequence)
         self._running.pop(sequence.id, None)
+        self._stop_loading(sequence)
         sequence.status = Status.PARKED
         state = self.fork(sequence, sequence.state_id, value=inf, transient=True)
         if sequence.table is not None:

@@ -29,22 +29,24 @@ class Sampling:
 class Reuse:
     """Where the tokens a request started with came from.
 
-    `held` were taken from the parent's lease, `cached` found in the prefix cache; `recomputed` had KV once and lost it;
-    `new` never had any: the suffix, and a parent's last token, which was sampled and not fed.
+    `held` were taken from the parent's lease, `cached` found in the prefix cache, `loaded` came from another tier; `recomputed`
+    had KV once and lost it; `new` never had any: the suffix, and a parent's last token, which was sampled and not fed.
     """
 
     held: int = 0
     cached: int = 0
     recomputed: int = 0
     new: int = 0
+    loaded: int = 0
 
     @property
     def inherited(self) -> int:
-        return self.held + self.cached
+        return self.held + self.cached + self.loaded
 
 
 class Status(Enum):
     WAITING = "waiting"  # holds no blocks
+    LOADING = "loading"  # holds blocks, into which KV from another tier comes; takes no part in steps
     RUNNING = "running"
     PARKED = "parked"  # on its way to another engine: takes no part in steps, its KV is under a lease
     FINISHED = "finished"
@@ -161,13 +163,15 @@ class Sequence:
         """What its state will be called: as the request, or request/index where there are several answers."""
         return self.turn.id if self.turn.params.n == 1 else f"{self.turn.id}/{self.index}"
 
-    def starts(self, num_reused: int, num_held: int) -> None:
-        """It runs for the first time, with KV for `num_reused` of its tokens, `num_held` of them from its parent's lease."""
+    def starts(self, num_reused: int, num_held: int, num_loaded: int = 0) -> None:
+        """It runs for the first time, with KV for `num_reused` of its tokens, `num_held` of them from its parent's lease and
+        `num_loaded` from another tier."""
         if self.reuse is None:
             parent, shared = self.turn.parent, self.turn.num_shared
             once = min(parent.num_computed, shared) if parent is not None else 0
             recomputed = max(once - num_reused, 0)
-            self.reuse = Reuse(num_held, num_reused - num_held, recomputed, len(self.tokens) - num_reused - recomputed)
+            cached, new = num_reused - num_held - num_loaded, len(self.tokens) - num_reused - recomputed
+            self.reuse = Reuse(num_held, cached, recomputed, new, num_loaded)
 
     @property
     def output(self) -> array[int]:

@@ -28,6 +28,10 @@ class Match:
     indexed: bool = True  # the full blocks are in the index, each below the one before
     num_borrowed: int = 0  # leading blocks that a lease holds, and lends
 
+    def without_tail(self, block_size: int) -> Match:
+        """Full blocks alone."""
+        return Match(self.blocks, None, 0, len(self.blocks) * block_size, self.indexed, self.num_borrowed)
+
 
 class PrefixIndex:
     """A tree of committed blocks. A node is (parent, tokens); full blocks are also found by chain key.
@@ -144,6 +148,10 @@ class PrefixIndex:
 
     def indexed_blocks(self) -> list[int]:
         return [block for block, parent in enumerate(self.parent) if parent is not None]
+
+    def scopes(self) -> list[Scope]:
+        """That have blocks here."""
+        return [parent for parent in self._children if isinstance(parent, Scope)]
 
     def block_of(self, key: int) -> int | None:
         return self._block_of_key.get(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from segue.kv.integrity import verify
 from segue.kv.leases import Lease, Leases
 from segue.kv.pool import BlockPool
 from segue.kv.tables import BlockTable
+from segue.kv.tiers.names import BlockNames
 
 
 class Copy(NamedTuple):
@@ -66,6 +67,9 @@ class KVManager:
         self._copy_sources: Counter[int] = Counter()
         self._observers: list[Observer] = []
         self.leases = Leases(self._pool, block_size, self._emit)
+        self._names: BlockNames | None = None
+        self._name_of: list[bytes | None] = []  # by block, if there are tiers: what its content is called outside
+        self._save: Callable[[int, bytes], None] | None = None
 
     # What there is
 
@@ -87,6 +91,23 @@ class KVManager:
 
     def observe(self, observer: Observer) -> None:
         self._observers.append(observer)
+
+    # Other tiers
+
+    def name_blocks(self, names: BlockNames, save: Callable[[int, bytes], None]) -> None:
+        """Give full blocks names that hold outside. `save` is called with a block that is about to be reused, and its name."""
+        self._names, self._save = names, save
+        self._name_of = [None] * self._pool.num_blocks
+
+    def names(self, table: BlockTable, tokens: array[int], num_blocks: int) -> list[bytes]:
+        """Of the first `num_blocks` blocks of a table, all of them full or to be."""
+        if self._names is not None:
+            self._names.extend(table.names, table.scope, tokens, num_blocks)
+        return table.names[:num_blocks]
+
+    def holds(self, block: int, name: bytes) -> bool:
+        """Whether the block still has the content of this name."""
+        return self._name_of[block] == name
 
     # A table's life
 
@@ -247,6 +268,9 @@ class KVManager:
         table.indexed = len(serving) == len(mine)
         if serving != mine:
             self._repoint(table, first, mine, serving)
+        if self._names is not None:
+            for block, name in zip(serving, self.names(table, tokens, full)[first:], strict=False):
+                self._name_of[block] = name
         for block, there, key in zip(mine, serving, keys, strict=False) if self._observers else ():
             if block == there:
                 self._emit(Stored(block, key))
@@ -274,7 +298,7 @@ class KVManager:
         child = BlockTable(table.scope, table.indexed)
         full = num_tokens // self.block_size
         child.blocks = table.blocks[: self.blocks_for(num_tokens)]
-        child.keys = table.keys[:full]
+        child.keys, child.names = table.keys[:full], table.names[:full]
         child.num_committed = min(table.num_committed, full)
         if table.lender is not None and full:
             child.lender, child.num_borrowed = table.lender, min(table.num_borrowed, full)
@@ -359,15 +383,16 @@ class KVManager:
         self.commit_tail(table, tokens, lease.num_computed)
         lease.blocks, lease.indexed = table.blocks, table.indexed
 
-    def forget(self) -> None:
-        """Empty the index: nothing computed so far will be found again, except through tables and leases."""
-        for block in self._index.indexed_blocks():
-            if self._index.parent[block] is not None:
-                self._evict(block)
+    def forget(self, tenant: str | None = None) -> None:
+        """Empty the index, or one tenant's part of it: nothing computed so far will be found again, except through tables and
+        leases."""
+        for scope in self._index.scopes():
+            for block in list(self._index.children_of(scope)) if tenant in (None, scope.tenant) else ():
+                self._evict(block, keep=False)
         for table in self._tables:
-            table.indexed = table.indexed and not table.num_committed
+            table.indexed = table.indexed and (not table.num_committed or tenant not in (None, table.scope.tenant))
         for lease in self.leases:
-            lease.indexed = False
+            lease.indexed = lease.indexed and tenant not in (None, lease.scope.tenant)
 
     def check(self) -> None:
         """Raise `IntegrityError` if any promise about memory is broken. Mutates nothing."""
@@ -387,8 +412,9 @@ class KVManager:
                 self._evict(block)
         return blocks
 
-    def _evict(self, block: int) -> None:
-        """Descendants go first: a child whose parent's block is rewritten must never be found below the new content."""
+    def _evict(self, block: int, keep: bool = True) -> None:
+        """Descendants go first: a child whose parent's block is rewritten must never be found below the new content. Unless told
+        otherwise, other tiers may `keep` what they want of it."""
         pending = [block]
         while pending:
             if children := self._index.children_of(pending[-1]):
@@ -397,6 +423,10 @@ class KVManager:
             gone = pending.pop()
             if self._observers:
                 self._emit(Removed(gone, self._index.key[gone]))
+            if self._names is not None and (name := self._name_of[gone]) is not None:
+                self._name_of[gone] = None
+                if keep and self._save is not None:
+                    self._save(gone, name)
             self._index.remove(gone)
 
     def _emit(self, event: KVEvent) -> None:

@@ -17,12 +17,13 @@ class BlockTable:
     blocks are full ones of the `lender`, a lease, which holds them for the table.
     """
 
-    __slots__ = ("blocks", "indexed", "keys", "lender", "num_borrowed", "num_committed", "scope")
+    __slots__ = ("blocks", "indexed", "keys", "lender", "names", "num_borrowed", "num_committed", "scope")
 
     def __init__(self, scope: Scope, indexed: bool) -> None:
         self.scope = scope
         self.blocks: array[int] = array("i")
         self.keys: list[int] = []
+        self.names: list[bytes] = []  # the same for outside; empty until they are asked for
         self.num_committed = 0
         self.indexed = indexed
         self.lender: Lease | None = None

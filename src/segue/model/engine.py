@@ -43,6 +43,7 @@ class ModelOptions:
     max_step_tokens: int = 2048
     max_running: int | None = None
     prefix_caching: bool = True
+    tiers: Sequence[str] = ()  # where KV goes besides the device: "host=4GiB", "disk=/path,20GiB"
     threads: int | None = None  # of the whole process: torch has one pool
     native: bool = True  # False: plain torch even where our CPU kernels would run
     own_process: bool = False  # a server's: nothing else in this process needs torch's threads
@@ -117,6 +118,7 @@ class Engine(EngineCore):
             state_identity=f"{loaded.fingerprint}/{chosen.quantize or _precision(chosen, device)}",
             policy=policy,
             clock=clock,
+            tiers=chosen.tiers,
         )
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
 
 from segue.base.config import available_memory_bytes
 from segue.base.errors import InvalidRequest, RequestTooLong
+from segue.base.sizes import parse_bytes
 from segue.model.spec import ModelSpec
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _HOST_SHARE = 0.25  # of available memory: others live here too
 _DEVICE_SHARE = 0.90  # of what the weights left free
 _WORTHWHILE_SEQUENCES = 64  # full-length sequences beyond which more KV memory on a host is not taken unasked
@@ -33,14 +32,6 @@ class KVBudget:
             f"KV memory: {usable:,} blocks of {self.block_size} tokens = {usable * self.block_size:,} tokens, "
             f"{self.num_blocks * self.block_bytes / 2**20:,.0f} MiB ({self.reason})"
         )
-
-
-def parse_bytes(text: str) -> int:
-    """'512MiB', '2GiB', '1.5G' or a plain number of bytes."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
-    if not found:
-        raise InvalidRequest("kv_memory", f"{text!r} is not a size: write 2GiB, 512MiB or a number of bytes")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:

@@ -247,7 +247,9 @@ class EngineProcess:
             delta.text,
             logprobs,
             delta.finish_reason.value,
-            (reuse.held, reuse.cached, reuse.recomputed, reuse.new) if reuse is not None else (0, 0, 0, 0),
+            (reuse.held, reuse.cached + reuse.loaded, reuse.recomputed, reuse.new)
+            if reuse is not None
+            else (0, 0, 0, 0),
             self._info(delta.state) if delta.state is not None else None,
             problem_of(delta.error) if delta.error is not None else None,
         )

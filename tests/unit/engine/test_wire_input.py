@@ -85,7 +85,7 @@ def test_a_nonsensical_answer_leaves_the_request_here(answer):
         b'{"token_ids": [], "text": "", "logprobs": [], "finish_reason": "tired"}',
         b'{"token_ids": [], "text": "", "logprobs": [], "finish_reason": []}',
         b'{"token_ids": [], "text": "", "logprobs": [], "error": 1}',
-        b'{"token_ids": [], "text": "", "logprobs": [], "reuse": [1, 2, 3, 4, 5]}',
+        b'{"token_ids": [], "text": "", "logprobs": [], "reuse": [1, 2, 3, 4, 5, 6]}',
     ],
 )
 def test_a_nonsensical_delta_ends_the_stream(body):

@@ -1,0 +1,327 @@
+"""KV between the engine's blocks and the other tiers: what goes out, what comes back, and whether that is worth it.
+
+    device blocks  ◀── engine's thread, between steps ──▶  host slots  ◀── a thread for each tier ──▶  disk, remote
+
+Only the engine's thread touches blocks, so no plan can meet one that is half written: a sequence whose prefix is being loaded
+takes no part in steps, and its blocks are found by nobody before they are complete. A block that is about to be reused is
+copied out first, unless a tier has it; so nothing is copied that memory would have kept anyhow. What must outlive the
+process is copied at the end of each turn besides, when there is time.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from segue.base.errors import InvalidRequest
+from segue.engine.executor import Executor
+from segue.engine.sequence import Sequence
+from segue.kv import BlockTable, KVManager
+from segue.kv.tiers import BlockNames, Courier, DiskTier, HostTier, tenant_tag
+from segue.kv.tiers.courier import Speed
+from segue.kv.tiers.specs import parse_tiers
+
+BUSY_SHARE = 0.2  # of a step's time that copies may take before the next one
+_IDLE_SECONDS = 0.02  # of copies at a time when nothing runs: requests may come
+_AHEAD = 32  # blocks that are on their way from a slow tier at once
+_MOST_SECONDS = 10.0  # without a block from a slow tier, then the rest is computed
+_CLOSE_SECONDS = 10.0
+_STAGING_BYTES = 64 << 20  # of host memory on the way to and from the others, if it is no tier of its own
+_MOST_WAITING = 1 << 16  # blocks to be copied out
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Blocks `at … stop-1` of a sequence that are still to come."""
+
+    sequence: Sequence
+    table: BlockTable
+    names: list[bytes]
+    at: int
+    stop: int
+    num_held: int
+    first: int = field(init=False)
+    moved_at: float = field(default_factory=time.monotonic)
+    asked: set[bytes] = field(default_factory=set)
+    pinned: set[bytes] = field(default_factory=set)
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.first = self.at
+
+    @property
+    def num_blocks(self) -> int:
+        """That have come."""
+        return self.at - self.first
+
+
+class TierDesk:
+    def __init__(
+        self, kv: KVManager, executor: Executor, host: HostTier, couriers: list[Courier], is_tier: bool
+    ) -> None:
+        """`is_tier`: the host's memory was asked for, and is not only on the way to the others."""
+        self._kv = kv
+        self._executor = executor
+        self._host = host
+        self._host_is_tier = is_tier
+        self._couriers = couriers
+        self._names = BlockNames(executor.kv_layout, kv.block_size)
+        self._loads: dict[Sequence, Load] = {}
+        self._to_save: deque[tuple[int, bytes]] = deque()
+        self._in, self._out = Speed(), Speed()
+        self.num_loaded = 0  # blocks, by where they were
+        self.num_saved = 0
+        self.num_skipped = 0
+        self.num_chosen = {"load": 0, "compute": 0}  # sequences for which tiers had something
+        self._is_busy = False
+        kv.name_blocks(self._names, self.save)
+
+    # What is to be had
+
+    def num_worthwhile(self, table: BlockTable, tokens: array[int], num_found: int, seconds_per_token: float) -> int:
+        """How many blocks beyond the first `num_found` are to be loaded: as many as are there, and sooner than computed."""
+        most = (len(tokens) - 1) // self._kv.block_size
+        if most <= num_found:
+            return 0
+        names = self._kv.names(table, tokens, most)[num_found:]
+        costs = self._costs(names)
+        if not costs:
+            return 0
+        gain = best = 0.0
+        count = 0
+        for number, seconds in enumerate(costs, 1):
+            gain += seconds_per_token * self._kv.block_size - seconds
+            if gain >= best or not seconds_per_token:
+                best, count = gain, number
+        self.num_chosen["load" if count else "compute"] += 1
+        return count
+
+    def _costs(self, names: list[bytes]) -> list[float]:
+        """Seconds for each block, up to the first that no tier has."""
+        size, slow = self._names.block_bytes, 1.0 / BUSY_SHARE if self._is_busy else 1.0
+        here = self._in.seconds_for(size) * slow
+        found = [courier.find(names) for courier in self._couriers]
+        costs = []
+        for at, name in enumerate(names):
+            if name in self._host:
+                costs.append(here)
+                continue
+            where = next((courier for courier, has in zip(self._couriers, found, strict=True) if has[at]), None)
+            if where is None:
+                break
+            costs.append(here + where.load_speed.seconds_for(size))
+        return costs
+
+    @property
+    def seconds_per_token(self) -> float:
+        """What a token of KV takes to come back from the host."""
+        return self._in.seconds_for(self._names.block_bytes) / self._kv.block_size
+
+    # In
+
+    def begin(self, sequence: Sequence, table: BlockTable, first: int, count: int, num_held: int) -> None:
+        names = self._kv.names(table, sequence.tokens, first + count)
+        load = Load(sequence, table, names, first, first + count, num_held)
+        for name in names[first:]:
+            if name in self._host:
+                self._pin(load, name)
+        self._loads[sequence] = load
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Nothing comes for it any more. Slots that are being filled stay: others may want them."""
+        if (load := self._loads.pop(sequence, None)) is not None:
+            self._unpin(load)
+
+    def take_complete(self) -> list[Load]:
+        complete = [load for load in self._loads.values() if load.is_over]
+        for load in complete:
+            self.cancel(load.sequence)
+        return complete
+
+    def _move(self, load: Load) -> bool:
+        """Write the next block. False if it has not come yet, or will not."""
+        name = load.names[load.at]
+        if name not in self._host:
+            self._ask(load)
+            is_lost = not self._host.is_known(name) and (name in load.asked or not self._comes(load))
+            load.is_over = is_lost or time.monotonic() > load.moved_at + _MOST_SECONDS
+            return False
+        size, began = self._kv.block_size, time.perf_counter()
+        block = load.table.blocks[load.at]
+        self._executor.write_kv([block], 0, size, self._host.read(name), 0, size)
+        self._in.note(self._names.block_bytes, time.perf_counter() - began)
+        if name in load.pinned:
+            load.pinned.discard(name)
+            self._host.unpin(name)
+        load.at += 1
+        load.moved_at = time.monotonic()
+        load.is_over = load.at == load.stop
+        self.num_loaded += 1
+        return True
+
+    def _comes(self, load: Load) -> bool:
+        """Whether a slot may become free for what could not be asked for yet."""
+        return any(courier.has_work for courier in self._couriers)
+
+    def _ask(self, load: Load) -> None:
+        """See to it that the next blocks are on their way."""
+        for name in load.names[load.at : min(load.at + _AHEAD, load.stop)]:
+            if name in load.asked or self._host.is_known(name):
+                continue
+            courier = next((one for one in self._couriers if one.find([name])[0]), None)
+            if courier is None:
+                load.asked.add(name)
+                return
+            slot = self._host.begin(name)
+            if slot is None:
+                return
+            load.asked.add(name)
+            courier.load(name, slot)
+
+    def _pin(self, load: Load, name: bytes) -> None:
+        if name not in load.pinned:
+            load.pinned.add(name)
+            self._host.pin(name)
+
+    def _unpin(self, load: Load) -> None:
+        for name in load.pinned:
+            self._host.unpin(name)
+        load.pinned.clear()
+
+    # Out
+
+    def turn_ended(self, table: BlockTable, tokens: array[int], num_computed: int) -> None:
+        """Its full blocks are copied out when there is time, if a tier outlives the process."""
+        full = min(num_computed // self._kv.block_size, table.num_committed)
+        if not self._couriers or not table.indexed or not full:
+            return
+        names = self._kv.names(table, tokens, full)
+        for block, name in zip(table.blocks, names, strict=False):
+            if len(self._to_save) < _MOST_WAITING and not self._is_kept(name):
+                self._to_save.append((block, name))
+
+    def save(self, block: int, name: bytes) -> None:
+        """Copy a block's content to the host, unless it is there, and from there to the tiers that lack it."""
+        if self._is_kept(name):
+            return
+        if not self._host.is_known(name):
+            slot = self._host.begin(name)
+            if slot is None:
+                self.num_skipped += 1
+                return
+            began = time.perf_counter()
+            self._executor.read_kv([block], 0, self._kv.block_size, slot)
+            self._out.note(len(slot), time.perf_counter() - began)
+            self._host.filled(name)
+            self.num_saved += 1
+        for courier in self._couriers if name in self._host else ():
+            if not courier.find([name])[0] and not courier.store(name, self._host.pin(name)):
+                self._host.unpin(name)
+
+    def _is_kept(self, name: bytes) -> bool:
+        """By every tier that is to have it."""
+        if self._host_is_tier and not self._host.is_known(name):
+            return False
+        return all(courier.breaker.is_open or courier.find([name])[0] for courier in self._couriers)
+
+    # The engine's thread, between steps
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._loads or self._to_save)
+
+    def work(self, step_seconds: float | None) -> bool:
+        """Move blocks for a share of the time that the last step took, or for a moment if there was none. Whether any moved."""
+        self._is_busy = step_seconds is not None
+        limit = time.perf_counter() + (_IDLE_SECONDS if step_seconds is None else step_seconds * BUSY_SHARE)
+        for courier in self._couriers:
+            courier.engine_is_busy = self._is_busy
+        moved = self._collect()
+        for load in list(self._loads.values()):
+            while not load.is_over and self._move(load):
+                moved = True
+                if time.perf_counter() > limit:
+                    return True
+        while self._to_save and time.perf_counter() < limit:
+            block, name = self._to_save.popleft()
+            if self._kv.holds(block, name):
+                self.save(block, name)
+                moved = True
+        return moved or any(load.is_over for load in self._loads.values())
+
+    def wait(self, seconds: float) -> None:
+        """For a slow tier, when nothing else is to be done."""
+        if self._couriers:
+            self._couriers[0].wait(seconds)
+
+    def _collect(self) -> bool:
+        done = [task for courier in self._couriers for task in courier.finished()]
+        for task in done:
+            if task.is_store:
+                self._host.unpin(task.name)
+                continue
+            if not task.ok:
+                self._host.failed(task.name)
+                continue
+            for load in self._loads.values():
+                if task.name in load.asked:
+                    self._pin(load, task.name)
+            self._host.filled(task.name)
+        return bool(done)
+
+    # Operation
+
+    def reset(self, tenant: str | None = None) -> dict[str, int]:
+        """Delete everything, or all of one tenant, from every tier; how many blocks each had."""
+        tag = None if tenant is None else tenant_tag(tenant)
+        gone = {"host": self._host.drop(tag)}
+        for courier in self._couriers:
+            gone[courier.tier.kind] = courier.drop(tag)
+        return gone
+
+    def info(self) -> list[dict[str, Any]]:
+        """For people and metrics: a row for each tier."""
+        host = self._host
+        rows: list[dict[str, Any]] = []
+        if self._host_is_tier:
+            rows.append(
+                {
+                    "tier": "host",
+                    "blocks": len(host),
+                    "bytes": len(host) * host.block_bytes,
+                    "capacity_bytes": host.num_slots * host.block_bytes,
+                    "stored_blocks": self.num_saved,
+                    "loaded_blocks": self.num_loaded,
+                    "skipped_blocks": self.num_skipped,
+                    "store_bytes_per_second": self._out.bytes_per_second,
+                    "load_bytes_per_second": self._in.bytes_per_second,
+                }
+            )
+        return rows + [courier.info() for courier in self._couriers]
+
+    def close(self) -> None:
+        """Copy out what was to be, for a bounded time."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while self._to_save and time.monotonic() < deadline:
+            self.work(None)
+        for courier in self._couriers:
+            courier.close(max(deadline - time.monotonic(), 0.1))
+
+
+def open_tiers(texts: Seq[str], kv: KVManager, executor: Executor) -> TierDesk | None:
+    """None if there are to be none. A tier that cannot be had is refused."""
+    specs = parse_tiers(texts)
+    if not specs:
+        return None
+    if not kv.prefix_caching:
+        raise InvalidRequest("tier", "without prefix caching nothing is looked for in a tier")
+    block_bytes = executor.kv_layout.token_bytes * kv.block_size
+    host_bytes = specs.host_bytes if specs.host_bytes is not None else max(_STAGING_BYTES, _AHEAD * block_bytes)
+    if host_bytes < block_bytes:
+        raise InvalidRequest("tier", f"host={host_bytes} bytes hold less than one block, {block_bytes} bytes")
+    couriers = [Courier(DiskTier(*specs.disk))] if specs.disk is not None else []
+    return TierDesk(kv, executor, HostTier(host_bytes, block_bytes), couriers, is_tier=specs.host_bytes is not None)

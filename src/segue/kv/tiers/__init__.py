@@ -1,0 +1,8 @@
+"""Where KV can live besides the device: host memory, a folder, another server."""
+
+from segue.kv.tiers.courier import Counts, Courier, SlowTier
+from segue.kv.tiers.disk import DiskTier
+from segue.kv.tiers.host import HostTier
+from segue.kv.tiers.names import BlockNames, tenant_tag
+
+__all__ = ["BlockNames", "Counts", "Courier", "DiskTier", "HostTier", "SlowTier", "tenant_tag"]

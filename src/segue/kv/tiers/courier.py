@@ -1,0 +1,290 @@
+"""A tier that takes its time, in a thread of its own: blocks go out and come in while the engine steps.
+
+It never holds anybody up. Stores wait in a bounded queue, and what does not fit is not stored; a load that fails, or takes too
+long, is a miss. A tier that fails again and again is left alone for a while, longer each time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from segue.base.errors import TierError
+from segue.kv.tiers.names import TENANT_BYTES
+
+_log = logging.getLogger(__name__)
+_MOST_FAILURES = 3  # in a row
+_SHORTEST_BREAK, _LONGEST_BREAK = 1.0, 60.0  # seconds
+_FADE = 0.2
+_REST = 3.0  # while the engine steps: so many times what a block took, so that a core is not lost to it
+
+
+class SlowTier(Protocol):
+    """What a courier needs of a tier. All but `find` and the sizes are called in the courier's thread alone; a method may raise
+    OSError or `TierError`, and must end within a bounded time."""
+
+    kind: str
+    num_bytes: int | None  # at most; None: as much as there is room for
+
+    def __len__(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    def find(self, names: list[bytes]) -> list[bool]: ...
+    def store(self, name: bytes, block: memoryview) -> None: ...
+    def load(self, name: bytes, out: memoryview) -> bool: ...
+    def drop(self, tenant: bytes | None = None) -> int: ...
+    def verify(self) -> tuple[int, int]: ...
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the start, in blocks and bytes."""
+
+    stored: int = 0
+    stored_bytes: int = 0
+    loaded: int = 0
+    loaded_bytes: int = 0
+    missed: int = 0
+    skipped: int = 0  # not stored: too much was waiting, or the tier was left alone
+    errors: int = 0
+    damaged: int = 0
+    breaks: int = 0  # how often it was left alone
+
+
+@dataclass(slots=True)
+class Speed:
+    """Bytes a second, of late; 0 until there is something to go by."""
+
+    bytes_per_second: float = 0.0
+
+    def note(self, num_bytes: int, seconds: float) -> None:
+        if seconds > 0:
+            now = num_bytes / seconds
+            self.bytes_per_second += (now - self.bytes_per_second) * (_FADE if self.bytes_per_second else 1.0)
+
+    def seconds_for(self, num_bytes: int) -> float:
+        return num_bytes / self.bytes_per_second if self.bytes_per_second else 0.0
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Whether to try: no longer after some failures in a row, again after a while."""
+
+    failures: int = 0
+    pause: float = _SHORTEST_BREAK
+    until: float = field(default=0.0)
+
+    @property
+    def is_open(self) -> bool:
+        return time.monotonic() < self.until
+
+    def succeeded(self) -> None:
+        self.failures, self.pause = 0, _SHORTEST_BREAK
+
+    def failed(self) -> bool:
+        """Whether this one was too many."""
+        self.failures += 1
+        if self.failures < _MOST_FAILURES:
+            return False
+        self.until = time.monotonic() + self.pause
+        self.pause = min(self.pause * 2, _LONGEST_BREAK)
+        return True
+
+
+@dataclass(slots=True)
+class Task:
+    """A block on its way. `buffer` is read or filled until `done`; then `ok` says how it went."""
+
+    name: bytes
+    buffer: memoryview
+    is_store: bool
+    ok: bool = False
+
+
+class Courier:
+    def __init__(self, tier: SlowTier, most_stores: int = 256) -> None:
+        self.tier = tier
+        self.counts = Counts()
+        self.store_speed, self.load_speed = Speed(), Speed()
+        self.breaker = Breaker()
+        self.engine_is_busy = False
+        self._most_stores = most_stores
+        self._stores: deque[Task] = deque()
+        self._loads: deque[Task] = deque()
+        self._verbs: deque[Callable[[], None]] = deque()
+        self._done: deque[Task] = deque()
+        self._wake = threading.Condition()
+        self._arrived = threading.Event()
+        self._is_working = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"segue-{tier.kind}", daemon=True)
+        self._thread.start()
+
+    # For the engine's thread
+
+    def find(self, names: list[bytes]) -> list[bool]:
+        return [False] * len(names) if self.breaker.is_open else self.tier.find(names)
+
+    def store(self, name: bytes, block: memoryview) -> bool:
+        """Whether it is on its way; then `block` must not change until `finished` gives it back."""
+        if len(self._stores) >= self._most_stores or self.breaker.is_open:
+            self.counts.skipped += 1
+            return False
+        self._enqueue(self._stores, Task(name, block, True))
+        return True
+
+    def load(self, name: bytes, out: memoryview) -> None:
+        self._enqueue(self._loads, Task(name, out, False))
+
+    def finished(self) -> list[Task]:
+        """What has been carried out since the last call."""
+        self._arrived.clear()
+        done = []
+        while self._done:
+            done.append(self._done.popleft())
+        return done
+
+    @property
+    def has_work(self) -> bool:
+        with self._wake:
+            return bool(self._stores or self._loads or self._verbs or self._is_working or self._done)
+
+    def wait(self, seconds: float) -> None:
+        """Until something has been carried out, and at most so long."""
+        self._arrived.wait(seconds)
+
+    def ask(self, verb: Callable[[], object]) -> object:
+        """Run `verb` in the tier's thread, and wait for it."""
+        outcome: list[object] = []
+        ended = threading.Event()
+
+        def run() -> None:
+            try:
+                outcome.append(verb())
+            except Exception as error:
+                outcome.append(error)
+            ended.set()
+
+        with self._wake:
+            if self._closed:
+                raise TierError(f"the {self.tier.kind} tier is closed")
+            self._verbs.append(run)
+            self._wake.notify()
+        ended.wait()
+        if isinstance(outcome[0], OSError):
+            raise TierError(f"{self.tier.kind}: {outcome[0]}") from outcome[0]
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
+    def drop(self, tenant: bytes | None) -> int:
+        """Delete everything, or all of one tenant, with what is on its way there."""
+        with self._wake:
+            waiting = [task for task in self._stores if tenant in (None, task.name[:TENANT_BYTES])]
+            for task in waiting:
+                self._stores.remove(task)
+            self._done.extend(waiting)
+        return int(str(self.ask(lambda: self.tier.drop(tenant))))
+
+    def info(self) -> dict[str, Any]:
+        counts = self.counts
+        return {
+            "tier": self.tier.kind,
+            "blocks": len(self.tier),
+            "bytes": self.tier.size_bytes,
+            "capacity_bytes": self.tier.num_bytes,
+            "stored_blocks": counts.stored,
+            "loaded_blocks": counts.loaded,
+            "missed_blocks": counts.missed,
+            "skipped_blocks": counts.skipped,
+            "damaged_blocks": counts.damaged,
+            "errors": counts.errors,
+            "breaks": counts.breaks,
+            "is_out": self.breaker.is_open,
+            "store_bytes_per_second": self.store_speed.bytes_per_second,
+            "load_bytes_per_second": self.load_speed.bytes_per_second,
+        }
+
+    def close(self, seconds: float) -> None:
+        """Let the stores that wait be carried out, for at most so long."""
+        deadline = time.monotonic() + seconds
+        self.engine_is_busy = False
+        while self.has_work and time.monotonic() < deadline and not self.breaker.is_open:
+            self.finished()
+            self.wait(0.01)
+        with self._wake:
+            self._closed = True
+            self._stores.clear()
+            self._loads.clear()
+            self._wake.notify()
+        self._thread.join(max(deadline - time.monotonic(), 0.0) + 1.0)
+
+    def _enqueue(self, queue: deque[Task], task: Task) -> None:
+        with self._wake:
+            queue.append(task)
+            self._wake.notify()
+
+    # In the tier's own thread
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._is_working = False
+                while not (self._loads or self._stores or self._verbs or self._closed):
+                    self._wake.wait()
+                if self._closed and not self._verbs:
+                    return
+                self._is_working = True
+                verb = self._verbs.popleft() if self._verbs else None
+                task = None if verb else self._loads.popleft() if self._loads else self._stores.popleft()
+            if verb is not None:
+                verb()
+                continue
+            assert task is not None
+            began = time.monotonic()
+            self._carry_out(task)
+            took = time.monotonic() - began
+            self._done.append(task)
+            self._arrived.set()
+            if task.is_store and self.engine_is_busy:
+                time.sleep(min(took * _REST, 0.25))
+
+    def _carry_out(self, task: Task) -> None:
+        counts, size = self.counts, len(task.buffer)
+        if self.breaker.is_open:
+            counts.skipped += task.is_store
+            counts.missed += not task.is_store
+            return
+        began = time.monotonic()
+        try:
+            if task.is_store:
+                self.tier.store(task.name, task.buffer)
+                task.ok = True
+            else:
+                task.ok = self.tier.load(task.name, task.buffer)
+        except TierError as error:  # it works, but this block is no good
+            counts.damaged += 1
+            _log.warning("%s: %s", self.tier.kind, error)
+            return
+        except Exception as error:
+            counts.errors += 1
+            if self.breaker.failed():
+                counts.breaks += 1
+                _log.warning("the %s tier is left alone for %.0f s: %s", self.tier.kind, self.breaker.pause / 2, error)
+            return
+        self.breaker.succeeded()
+        if task.is_store:
+            counts.stored += 1
+            counts.stored_bytes += size
+            self.store_speed.note(size, time.monotonic() - began)
+        elif task.ok:
+            counts.loaded += 1
+            counts.loaded_bytes += size
+            self.load_speed.note(size, time.monotonic() - began)
+        else:
+            counts.missed += 1

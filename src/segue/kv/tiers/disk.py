@@ -1,0 +1,195 @@
+"""KV blocks in a folder: they survive the process, and a crash of it in the middle of a write.
+
+    folder/ tenant, 16 hex digits / first byte of the digest / digest.kv
+
+    magic (8) | name (32) | length of the block u64 | digest of all this and the block (16) | the block
+
+A file appears under its name by a rename, whole; if it is not whole after all, or a bit has changed, its digest says so and it is
+deleted. Several engines may use one folder: each learns of the others' files when it looks for room or begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+from segue.base.errors import TierError
+from segue.kv.tiers.names import NAME_BYTES, TENANT_BYTES
+from segue.kv.tiers.replacement import Replacement
+
+_MAGIC = b"SEGUEKV1"
+_HEAD = len(_MAGIC) + NAME_BYTES + 8 + 16
+_SUFFIX, _UNFINISHED = ".kv", ".part"
+_STALE_SECONDS = 3600.0  # an unfinished file so old has lost its writer
+_RESCAN_SECONDS = 60.0
+
+
+class DiskTier:
+    """For one thread at a time, but `find` and `__len__`, which only look."""
+
+    kind = "disk"
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        self.folder = folder
+        self.num_bytes: int | None = num_bytes
+        self._capacity = num_bytes
+        self._order = Replacement(num_bytes)
+        self._num_written = 0
+        self._scanned_at = 0.0
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.scan()
+        except OSError as error:
+            raise TierError(f"{folder} cannot be used: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._order.size
+
+    def find(self, names: list[bytes]) -> list[bool]:
+        return [name in self._order for name in names]
+
+    def store(self, name: bytes, block: memoryview) -> None:
+        """Raises OSError if it cannot be written; then nothing is left of it."""
+        size = _HEAD + len(block)
+        if name in self._order or size > self._capacity:
+            return
+        self._make_room(size)
+        head = _head(name, block)
+        path = self._path(name)
+        self._num_written += 1
+        part = path.with_name(f"{os.getpid()}-{self._num_written}{_UNFINISHED}")
+        try:
+            part.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                _write(descriptor, head, block)
+            finally:
+                os.close(descriptor)
+            os.rename(part, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
+        self._order.add(name, size)
+
+    def load(self, name: bytes, out: memoryview) -> bool:
+        """Fill `out`. False if it is not there; `TierError` if what is there is not what was stored, which is deleted."""
+        try:
+            descriptor = os.open(self._path(name), os.O_RDONLY)
+        except FileNotFoundError:
+            self._forget(name)
+            return False
+        try:
+            head = bytearray(_HEAD)
+            whole = _read(descriptor, head, out) and head == _head(name, out)
+        finally:
+            os.close(descriptor)
+        if not whole:
+            self.delete(name)
+            raise TierError(f"{self._path(name)} is damaged; it was deleted")
+        if name in self._order:
+            self._order.use(name)
+        return True
+
+    def delete(self, name: bytes) -> None:
+        self._forget(name)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path(name))
+
+    def drop(self, tenant: bytes | None = None) -> int:
+        """Delete everything, or all of one tenant; how many blocks."""
+        self.scan()
+        names = [name for name in self._order if tenant is None or name[:TENANT_BYTES] == tenant]
+        for name in names:
+            self.delete(name)
+        return len(names)
+
+    def verify(self) -> tuple[int, int]:
+        """Read every file; how many are whole, and how many were damaged and are deleted."""
+        self.scan()
+        good = bad = 0
+        for name, size in self._files():
+            try:
+                good += self.load(name, memoryview(bytearray(max(size - _HEAD, 0))))
+            except TierError:
+                bad += 1
+        return good, bad
+
+    def scan(self) -> None:
+        """Learn what is in the folder: others may write there too."""
+        found = dict(self._files())
+        for name in self._order:
+            if name not in found:
+                self._order.remove(name)
+        for name, size in found.items():
+            if name not in self._order:
+                self._order.add(name, size)
+        self._scanned_at = time.monotonic()
+
+    def _files(self) -> Iterator[tuple[bytes, int]]:
+        """Names and sizes, oldest first. What has no business there is passed over; what was never finished is deleted."""
+        entries = []
+        for path in self.folder.glob("*/*/*"):
+            with contextlib.suppress(OSError, ValueError):
+                status = path.stat()
+                if path.suffix == _UNFINISHED and time.time() - status.st_mtime > _STALE_SECONDS:
+                    path.unlink()
+                name = bytes.fromhex(path.parent.parent.name + path.stem)
+                if path.suffix == _SUFFIX and len(name) == NAME_BYTES and self._path(name) == path:
+                    entries.append((status.st_mtime, name, status.st_size))
+        for _, name, size in sorted(entries):
+            yield name, size
+
+    def _make_room(self, size: int) -> None:
+        if self._order.size + size <= self._capacity:
+            return
+        if time.monotonic() > self._scanned_at + _RESCAN_SECONDS:
+            self.scan()
+        while self._order.size + size > self._capacity:
+            gone = self._order.evict()
+            if gone is None:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path(gone))
+
+    def _forget(self, name: bytes) -> None:
+        if name in self._order:
+            self._order.remove(name)
+
+    def _path(self, name: bytes) -> Path:
+        digest = name[TENANT_BYTES:].hex()
+        return self.folder / name[:TENANT_BYTES].hex() / digest[:2] / (digest + _SUFFIX)
+
+
+def _head(name: bytes, block: memoryview) -> bytes:
+    start = _MAGIC + name + len(block).to_bytes(8, "little")
+    return start + xxhash.xxh3_128_digest(block, seed=xxhash.xxh3_64_intdigest(start))
+
+
+def _write(descriptor: int, head: bytes, block: memoryview) -> None:
+    written = os.writev(descriptor, [head, block])
+    rest = memoryview(block)[max(written - len(head), 0) :] if written >= len(head) else None
+    if rest is None:
+        raise OSError(f"only {written} bytes were written")
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _read(descriptor: int, head: bytearray, block: memoryview) -> bool:
+    """Whether there is as much as is asked for, and no more."""
+    count = os.readv(descriptor, [head, block])
+    while 0 < count < len(head) + len(block):
+        more = os.readv(descriptor, [block[max(count - len(head), 0) :]]) if count >= len(head) else 0
+        if not more:
+            return False
+        count += more
+    return count == len(head) + len(block) and not os.read(descriptor, 1)
