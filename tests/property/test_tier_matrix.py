@@ -1,5 +1,5 @@
-"""The exactness matrix, extended: {never moved} = {demoted to the host and loaded} = {demoted to disk and loaded after a restart}, to
-the last bit of the log-probabilities. One real model on the CPU kernels."""
+"""The exactness matrix, extended: {never moved} = {demoted to the host, loaded} = {demoted to disk, loaded after a restart},
+to the last bit of the log-probabilities. One real model on the CPU kernels."""
 
 import pytest
 import torch

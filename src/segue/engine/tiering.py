@@ -25,7 +25,7 @@ from segue.kv.tiers import BlockNames, Courier, DiskTier, HostTier, tenant_tag
 from segue.kv.tiers.courier import Speed
 from segue.kv.tiers.specs import parse_tiers
 
-BUSY_SHARE = 0.2  # of a step's time that copies may take before the next one
+BUSY_SHARE = 0.1  # of a step's time that copies may take before the next one
 _IDLE_SECONDS = 0.02  # of copies at a time when nothing runs: requests may come
 _AHEAD = 32  # blocks that are on their way from a slow tier at once
 _MOST_SECONDS = 10.0  # without a block from a slow tier, then the rest is computed
@@ -205,14 +205,18 @@ class TierDesk:
                 self._to_save.append((block, name))
 
     def save(self, block: int, name: bytes) -> None:
-        """Copy a block's content to the host, unless it is there, and from there to the tiers that lack it."""
+        """The block is about to be reused: its content goes now or never."""
+        self.num_skipped += not self._copy_out(block, name)
+
+    def _copy_out(self, block: int, name: bytes) -> bool:
+        """Copy a block's content to the host, unless it is there, and from there to the tiers that lack it. False if there is no
+        room on the way."""
         if self._is_kept(name):
-            return
+            return True
         if not self._host.is_known(name):
             slot = self._host.begin(name)
             if slot is None:
-                self.num_skipped += 1
-                return
+                return False
             began = time.perf_counter()
             self._executor.read_kv([block], 0, self._kv.block_size, slot)
             self._out.note(len(slot), time.perf_counter() - began)
@@ -221,6 +225,7 @@ class TierDesk:
         for courier in self._couriers if name in self._host else ():
             if not courier.find([name])[0] and not courier.store(name, self._host.pin(name)):
                 self._host.unpin(name)
+        return True
 
     def _is_kept(self, name: bytes) -> bool:
         """By every tier that is to have it."""
@@ -247,10 +252,11 @@ class TierDesk:
                 if time.perf_counter() > limit:
                     return True
         while self._to_save and time.perf_counter() < limit:
-            block, name = self._to_save.popleft()
-            if self._kv.holds(block, name):
-                self.save(block, name)
-                moved = True
+            block, name = self._to_save[0]
+            if self._kv.holds(block, name) and not self._copy_out(block, name):
+                break  # until a slow tier has taken what waits for it
+            self._to_save.popleft()
+            moved = True
         return moved or any(load.is_over for load in self._loads.values())
 
     def wait(self, seconds: float) -> None:

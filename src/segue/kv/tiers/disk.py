@@ -2,7 +2,7 @@
 
     folder/ tenant, 16 hex digits / first byte of the digest / digest.kv
 
-    magic (8) | name (32) | length of the block u64 | digest of all this and the block (16) | the block
+    the block | magic (8) | name (32) | length of the block u64 | digest of all this (16)
 
 A file appears under its name by a rename, whole; if it is not whole after all, or a bit has changed, its digest says so and it is
 deleted. Several engines may use one folder: each learns of the others' files when it looks for room or begins.
@@ -23,7 +23,7 @@ from segue.kv.tiers.names import NAME_BYTES, TENANT_BYTES
 from segue.kv.tiers.replacement import Replacement
 
 _MAGIC = b"SEGUEKV1"
-_HEAD = len(_MAGIC) + NAME_BYTES + 8 + 16
+_TAIL = len(_MAGIC) + NAME_BYTES + 8 + 16
 _SUFFIX, _UNFINISHED = ".kv", ".part"
 _STALE_SECONDS = 3600.0  # an unfinished file so old has lost its writer
 _RESCAN_SECONDS = 60.0
@@ -59,19 +59,17 @@ class DiskTier:
 
     def store(self, name: bytes, block: memoryview) -> None:
         """Raises OSError if it cannot be written; then nothing is left of it."""
-        size = _HEAD + len(block)
+        size = _TAIL + len(block)
         if name in self._order or size > self._capacity:
             return
         self._make_room(size)
-        head = _head(name, block)
         path = self._path(name)
         self._num_written += 1
-        part = path.with_name(f"{os.getpid()}-{self._num_written}{_UNFINISHED}")
+        part = f"{os.path.dirname(path)}/{os.getpid()}-{self._num_written}{_UNFINISHED}"
         try:
-            part.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            descriptor = _create(part)
             try:
-                _write(descriptor, head, block)
+                _write(descriptor, block, _tail(name, block))
             finally:
                 os.close(descriptor)
             os.rename(part, path)
@@ -89,8 +87,8 @@ class DiskTier:
             self._forget(name)
             return False
         try:
-            head = bytearray(_HEAD)
-            whole = _read(descriptor, head, out) and head == _head(name, out)
+            tail = bytearray(_TAIL)
+            whole = _read(descriptor, out, tail) and tail == _tail(name, out)
         finally:
             os.close(descriptor)
         if not whole:
@@ -119,7 +117,7 @@ class DiskTier:
         good = bad = 0
         for name, size in self._files():
             try:
-                good += self.load(name, memoryview(bytearray(max(size - _HEAD, 0))))
+                good += self.load(name, memoryview(bytearray(max(size - _TAIL, 0))))
             except TierError:
                 bad += 1
         return good, bad
@@ -144,7 +142,7 @@ class DiskTier:
                 if path.suffix == _UNFINISHED and time.time() - status.st_mtime > _STALE_SECONDS:
                     path.unlink()
                 name = bytes.fromhex(path.parent.parent.name + path.stem)
-                if path.suffix == _SUFFIX and len(name) == NAME_BYTES and self._path(name) == path:
+                if path.suffix == _SUFFIX and len(name) == NAME_BYTES and self._path(name) == str(path):
                     entries.append((status.st_mtime, name, status.st_size))
         for _, name, size in sorted(entries):
             yield name, size
@@ -165,31 +163,49 @@ class DiskTier:
         if name in self._order:
             self._order.remove(name)
 
-    def _path(self, name: bytes) -> Path:
+    def _path(self, name: bytes) -> str:
         digest = name[TENANT_BYTES:].hex()
-        return self.folder / name[:TENANT_BYTES].hex() / digest[:2] / (digest + _SUFFIX)
+        return f"{self.folder}/{name[:TENANT_BYTES].hex()}/{digest[:2]}/{digest}{_SUFFIX}"
 
 
-def _head(name: bytes, block: memoryview) -> bytes:
+def _tail(name: bytes, block: memoryview) -> bytes:
+    """Behind the block: so the block itself is written and read page by page."""
     start = _MAGIC + name + len(block).to_bytes(8, "little")
     return start + xxhash.xxh3_128_digest(block, seed=xxhash.xxh3_64_intdigest(start))
 
 
-def _write(descriptor: int, head: bytes, block: memoryview) -> None:
-    written = os.writev(descriptor, [head, block])
-    rest = memoryview(block)[max(written - len(head), 0) :] if written >= len(head) else None
-    if rest is None:
-        raise OSError(f"only {written} bytes were written")
+def _create(path: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        return os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        return os.open(path, flags, 0o600)
+
+
+def _write(descriptor: int, block: memoryview, tail: bytes) -> None:
+    written = os.writev(descriptor, [block, tail])
+    rest = (
+        memoryview(bytes(block[written:]) + tail) if written < len(block) else memoryview(tail)[written - len(block) :]
+    )
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
-def _read(descriptor: int, head: bytearray, block: memoryview) -> bool:
+def _read(descriptor: int, block: memoryview, tail: bytearray) -> bool:
     """Whether there is as much as is asked for, and no more."""
-    count = os.readv(descriptor, [head, block])
-    while 0 < count < len(head) + len(block):
-        more = os.readv(descriptor, [block[max(count - len(head), 0) :]]) if count >= len(head) else 0
+    if os.fstat(descriptor).st_size != len(block) + len(tail):
+        return False
+    count = 0
+    while count < len(block):
+        buffers: list[memoryview | bytearray] = [block[count:], tail]
+        more = os.readv(descriptor, buffers)
         if not more:
             return False
         count += more
-    return count == len(head) + len(block) and not os.read(descriptor, 1)
+    missing = len(block) + len(tail) - count
+    if missing:
+        rest = os.read(descriptor, missing)
+        tail[len(tail) - missing :] = rest
+        return len(rest) == missing
+    return True

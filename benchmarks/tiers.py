@@ -1,0 +1,177 @@
+"""What other tiers cost and bring: SmolLM2 on this machine.
+
+    python benchmarks/tiers.py [--only copies|resume|steps] [--folder DIR] [--rounds N]
+
+Copies are compared with the same bytes moved plainly: a memcpy, and a file written and read in one piece in the same folder,
+from and to the page cache as ours are. A resume is a request whose prompt of 2,900 tokens is in the tier and not on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from segue import Engine, SamplingParams
+from segue.kv.tiers import Courier, DiskTier
+
+NUM_TOKENS = 2900
+ONE = SamplingParams(max_tokens=1, temperature=0)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def copies(folder: Path, rounds: int) -> None:
+    with Engine("smollm2", num_blocks=400, tiers=["host=1GiB"]) as engine:
+        engine.generate([token % 40000 for token in range(NUM_TOKENS)], ONE)
+        desk, size = engine._tiers, engine.config.block_size
+        count, block_bytes = NUM_TOKENS // size, desk._names.block_bytes
+        names = [bytes(8) + blake2b(bytes([number]), digest_size=24).digest() for number in range(count)]
+        plain = np.zeros(count * block_bytes, np.uint8), np.ones(count * block_bytes, np.uint8)
+        for name in names:  # the pages' first write is not what is measured
+            desk._host.begin(name)
+            desk._host.filled(name)
+        out, back, memcpy = [], [], []
+        for _ in range(rounds):
+            views = [desk._host.read(name) for name in names]
+            out.append(
+                seconds(lambda: [engine.runner.read_kv([1 + at], 0, size, view) for at, view in enumerate(views)])
+            )
+            back.append(
+                seconds(
+                    lambda: [engine.runner.write_kv([1 + at], 0, size, view, 0, size) for at, view in enumerate(views)]
+                )
+            )
+            memcpy.append(seconds(lambda: np.copyto(plain[0], plain[1])))
+        megabytes = count * block_bytes / 1e6
+        print(f"host, {megabytes:.0f} MB in {count} blocks, of a memcpy's speed:")
+        for title, taken in (("to the host", out), ("from the host", back)):
+            share = statistics.median(plain / own for plain, own in zip(memcpy, taken, strict=True))
+            print(f"  {title:16}{megabytes / statistics.median(taken) / 1e3:6.1f} GB/s  {share:.0%}")
+        _files(folder, names, [desk._host.read(name) for name in names], rounds)
+
+
+def _files(folder: Path, names: list[bytes], views: list[memoryview], rounds: int) -> None:
+    """As the engine has it: by the tier's own thread. Plainly: by one thread as well, in writes and reads of 4 MiB."""
+    whole, data = folder / "plain", b"".join(views)
+    target = bytearray(len(data))
+    taken: dict[str, list[float]] = {"store": [], "load": [], "write": [], "read": []}
+    for _ in range(rounds):
+        courier = Courier(DiskTier(folder / "blocks", 8 << 30), most_stores=len(names))
+
+        def run(begin: Callable[[], object], courier: Courier = courier) -> None:
+            begin()
+            left = len(names)
+            while left:
+                courier.wait(1.0)
+                left -= len(courier.finished())
+
+        pairs = list(zip(names, views, strict=True))
+        taken["store"].append(seconds(lambda: run(lambda: [courier.store(name, view) for name, view in pairs])))
+        taken["load"].append(seconds(lambda: run(lambda: [courier.load(name, view) for name, view in pairs])))
+        taken["write"].append(seconds(lambda: _write(whole, data)))
+        taken["read"].append(seconds(lambda: _read(whole, target)))
+        whole.unlink()
+        courier.drop(None)
+        courier.close(5.0)
+    print(f"disk, {len(data) / 1e6:.0f} MB, of a plain file's speed:")
+    for title, own, plain in (("to disk", "store", "write"), ("from disk", "load", "read")):
+        share = statistics.median(p / o for p, o in zip(taken[plain], taken[own], strict=True))
+        print(f"  {title:16}{len(data) / statistics.median(taken[own]) / 1e9:6.1f} GB/s  {share:.0%}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb", buffering=0) as file:
+        for at in range(0, len(data), 4 << 20):
+            file.write(memoryview(data)[at : at + (4 << 20)])
+
+
+def _read(path: Path, target: bytearray) -> None:
+    with path.open("rb", buffering=0) as file:
+        for at in range(0, len(target), 4 << 20):
+            file.readinto(memoryview(target)[at : at + (4 << 20)])
+
+
+def resume(folder: Path, rounds: int) -> None:
+    prompt = [(token * 7919) % 40000 for token in range(NUM_TOKENS)]
+    for title, tiers, goal in (
+        ("host", ["host=2GiB"], "1/20"),
+        ("disk", [f"disk={folder / 'resume'},4GiB"], "1/8"),
+    ):
+        with Engine("smollm2", num_blocks=200, tiers=tiers) as engine:
+            cold = seconds(lambda: engine.generate(prompt, ONE))
+            while engine.has_work:
+                engine.step()
+        ratios, taken = [], []
+        with Engine("smollm2", num_blocks=200, tiers=tiers) as engine:
+            if title == "host":
+                cold = seconds(lambda: engine.generate(prompt, ONE))
+            for number in range(rounds):
+                other = [(token * 104729 + number) % 40000 for token in range(NUM_TOKENS)]
+                if title == "host" or number:
+                    cold = seconds(lambda: engine.generate(other, ONE))
+                if title == "disk":
+                    engine._tiers._host.drop()
+                began = time.perf_counter()
+                result = engine.generate(prompt, ONE)[0]
+                taken.append(time.perf_counter() - began)
+                ratios.append(taken[-1] / cold)
+                assert result.reuse.loaded + result.reuse.cached >= NUM_TOKENS - 17, result.reuse
+        print(
+            f"{NUM_TOKENS} tokens from the {title}: {statistics.median(taken) * 1e3:.0f} ms, "
+            f"1/{1 / statistics.median(ratios):.0f} of their prefill (goal {goal})"
+        )
+
+
+def steps(rounds: int) -> None:
+    """Decoding while a gigabyte moves: other requests' KV goes out to the host, and comes back from it."""
+    with Engine("smollm2", num_blocks=1600, max_running=8, tiers=["host=3GiB"]) as engine:
+        long = SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
+        engine.submit(list(range(1000, 1100)), long)
+        for _ in range(20):
+            engine.step()
+        idle = sorted(seconds(engine.step) for _ in range(150))
+        desk = engine._tiers
+        block = desk._names.block_bytes
+        moves = [(1 + at % 1500, (b"x" * 24 + at.to_bytes(8, "little"))) for at in range((1 << 30) // block)]
+        engine.kv.holds = lambda block, name: True  # type: ignore[method-assign]
+        desk._to_save.extend(moves)
+        busy = []
+        while desk._to_save:
+            busy.append(seconds(engine.step))
+        busy.sort()
+        p99 = [taken[int(len(taken) * 0.99)] * 1e3 for taken in (idle, busy)]
+        print(
+            f"a decode step, p99: {p99[0]:.1f} ms alone, {p99[1]:.1f} ms while 1 GiB goes to the host "
+            f"in {len(busy)} steps: {p99[1] / p99[0]:.2f}x (goal 1.25x); medians "
+            f"{statistics.median(idle) * 1e3:.1f} and {statistics.median(busy) * 1e3:.1f} ms"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["copies", "resume", "steps"])
+    parser.add_argument("--folder", type=Path, help="for files; default: a temporary one")
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        if given.only in (None, "copies"):
+            copies(Path(folder), given.rounds)
+        if given.only in (None, "resume"):
+            resume(Path(folder), given.rounds)
+        if given.only in (None, "steps"):
+            steps(given.rounds)
+
+
+if __name__ == "__main__":
+    main()
