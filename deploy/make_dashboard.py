@@ -184,6 +184,14 @@ def rows() -> list[tuple[str, list[Json]]]:
             ],
         ),
         (
+            "Tiers: KV besides the device",
+            [
+                by_labels("Blocks that came back", "tier_loaded_blocks", "cps"),
+                by_labels("Blocks copied out", "tier_stored_blocks", "cps"),
+                by_labels("Stores and loads that failed", "tier_errors", "cps"),
+            ],
+        ),
+        (
             "Tenants",
             [
                 by_labels("Requests by tenant and outcome", "requests", "reqps"),

@@ -7,7 +7,7 @@ import sys
 
 from segue import __version__
 from segue.base.errors import SegueError
-from segue.cli import chat, decisions, demo, generate, models, policies, remote, serve, state, verify_pins
+from segue.cli import chat, decisions, demo, generate, models, policies, remote, serve, state, tiers, verify_pins
 
 COMMANDS = {
     "serve": serve,
@@ -17,6 +17,7 @@ COMMANDS = {
     "remote": remote,
     "verify-pins": verify_pins,
     "decisions": decisions,
+    "tiers": tiers,
     "policies": policies,
     "models": models,
     "demo": demo,

@@ -6,8 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from segue.base.config import Environment
-from segue.base.errors import SegueError
+from segue.cli.asking import add_server_arguments, ask
 
 _COLUMNS = (
     ("ago", "seconds_ago", "{:.1f}"),
@@ -26,28 +25,15 @@ _COLUMNS = (
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="default: http://127.0.0.1:8000")
-    command.add_argument("--key", help="API key (default: the first of SEGUE_API_KEYS)")
+    add_server_arguments(command)
     command.add_argument("--job", metavar="ID", help="of this job only")
     command.add_argument("--limit", type=int, default=20, metavar="N", help="the newest N (default: 20)")
     command.add_argument("--json", action="store_true", help="one JSON object a line, with every field")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        import httpx
-    except ImportError as error:
-        raise SegueError("this needs httpx: pip install 'segue[client]'") from error
-    key = arguments.key or next(iter(Environment.read().api_keys), None)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
     asked = {"limit": arguments.limit} | ({"job_id": arguments.job} if arguments.job else {})
-    try:
-        response = httpx.get(f"{arguments.url}/v1/decisions", params=asked, headers=headers, timeout=30)
-    except httpx.HTTPError as error:
-        raise SegueError(f"{arguments.url} does not answer: {error}") from error
-    if response.status_code != 200:
-        raise SegueError(f"{arguments.url} answers {response.status_code}: {response.text[:300]}")
-    found = response.json()["data"]
+    found = ask(arguments, "GET", "/v1/decisions", params=asked)["data"]
     print("\n".join(map(json.dumps, found)) if arguments.json else _table(found))
     return 0
 

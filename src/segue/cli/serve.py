@@ -14,6 +14,7 @@ from segue.base.config import Environment
 from segue.base.errors import InvalidRequest
 from segue.cli.options import add_engine_options, engine_options
 from segue.cli.progress import FetchProgress
+from segue.kv.tiers.specs import parse_tiers
 from segue.policies import make_policy, policy_names
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     policy = make_policy(arguments.policy)  # what is not known is refused before anything is loaded
     if arguments.policy_model is not None:
         policy.use_model(arguments.policy_model)
+    parse_tiers(arguments.tiers)
     environment = Environment.read()
     tenants = read_tenants(arguments.keys, environment.api_keys)
     if tenants.open_to_all and arguments.host not in _LOOPBACK and not arguments.public:

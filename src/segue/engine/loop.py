@@ -328,9 +328,17 @@ class EngineLoop:
 
     def forget(self, tenant: str | None = None) -> None:
         """Empty the prefix cache and every other tier, or one tenant's part of them; leases and running requests keep theirs."""
+        self.forget_memory(tenant)
+        self.forget_stored(tenant)
+
+    def forget_memory(self, tenant: str | None = None) -> dict[str, int]:
+        """Of the device and the host alone; how many blocks the host had."""
         self.kv.forget(tenant)
-        if self._tiers is not None:
-            self._tiers.reset(tenant)
+        return self._tiers.reset_host(tenant) if self._tiers is not None else {}
+
+    def forget_stored(self, tenant: str | None = None) -> dict[str, int]:
+        """Of slow tiers alone. It may take long, and any thread may call it."""
+        return self._tiers.reset_slow(tenant) if self._tiers is not None else {}
 
     def tiers(self) -> list[dict[str, Any]]:
         """What is in the other tiers, and how they have fared: a row for each."""

@@ -13,7 +13,7 @@ from segue.engine.heirs import WHY_GONE, Heirs
 from segue.engine.jobs import JobDesk
 from segue.engine.sequence import Hold, Sequence, Status, Turn
 from segue.engine.text import Decode
-from segue.engine.tiering import Load, TierDesk
+from segue.engine.tiering import NO_OFFER, Load, Offer, TierDesk
 from segue.engine.waiting import WaitingQueue
 from segue.kv import BlockTable, Copy, KVManager, Lease, Match, Reservation
 from segue.policies import Policy
@@ -219,12 +219,13 @@ class Scheduler:
             self.tiers.cancel(sequence)
             self._loaded = [load for load in self._loaded if load.sequence is not sequence]
 
-    def _num_to_load(self, sequence: Sequence, table: BlockTable, match: Match) -> int:
+    def _offer(self, sequence: Sequence, table: BlockTable, match: Match) -> Offer:
+        """Nothing that the device's own tail covers."""
         if self.tiers is None:
-            return 0
-        found = len(match.blocks)
-        count = self.tiers.num_worthwhile(table, sequence.tokens, found, self.jobs.gauge.seconds_per_token)
-        return count if (found + count) * self.kv.block_size > match.num_tokens else 0
+            return NO_OFFER
+        found, size = len(match.blocks), self.kv.block_size
+        offer = self.tiers.offer(table, sequence.tokens, found, self.jobs.gauge.seconds_per_token)
+        return offer if (found + offer.num_there) * size > match.num_tokens else NO_OFFER
 
     def _seat(self, sequence: Sequence, table: BlockTable) -> Reservation | None:
         """Give a waiting sequence blocks for all its tokens, reusing what is there, and let it run, or first let come what
@@ -232,8 +233,8 @@ class Scheduler:
         block before long."""
         turn, parent = sequence.turn, sequence.turn.parent
         match, lender = self._find(sequence, table)
-        num_to_load = self._num_to_load(sequence, table, match)
-        if num_to_load:
+        offer = self._offer(sequence, table, match)
+        if offer.num_wanted:
             match = match.without_tail(self.kv.block_size)
         num_held = min(parent.num_held, turn.num_shared) if parent is not None else 0
         reservation = self.kv.admit(
@@ -253,11 +254,13 @@ class Scheduler:
         self._waiting.admit(sequence)
         turn.consume = False  # whatever the parent holds from now on, it holds for others
         num_held = min(num_held, reservation.num_reused)
-        if num_to_load and self.tiers is not None:
+        if self.tiers is not None:
+            self.tiers.chose(offer)
+        if offer.num_wanted and self.tiers is not None:
             sequence.status = Status.LOADING
             sequence.num_computed = reservation.num_reused
             self._loading[sequence.id] = sequence
-            self.tiers.begin(sequence, table, len(match.blocks), num_to_load, num_held)
+            self.tiers.begin(sequence, table, len(match.blocks), offer.num_wanted, num_held)
         else:
             self._start(sequence, reservation.num_reused, num_held)
         return reservation

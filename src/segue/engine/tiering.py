@@ -15,7 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from segue.base.errors import InvalidRequest
 from segue.engine.executor import Executor
@@ -28,6 +28,7 @@ from segue.kv.tiers.specs import parse_tiers
 BUSY_SHARE = 0.1  # of a step's time that copies may take before the next one
 _IDLE_SECONDS = 0.02  # of copies at a time when nothing runs: requests may come
 _AHEAD = 32  # blocks that are on their way from a slow tier at once
+_TRY_EVERY = 16  # decisions to compute after which loading is tried all the same
 _MOST_SECONDS = 10.0  # without a block from a slow tier, then the rest is computed
 _CLOSE_SECONDS = 10.0
 _STAGING_BYTES = 64 << 20  # of host memory on the way to and from the others, if it is no tier of its own
@@ -59,6 +60,16 @@ class Load:
         return self.at - self.first
 
 
+class Offer(NamedTuple):
+    """Blocks that tiers have for a sequence, and how many of them are to be loaded."""
+
+    num_there: int
+    num_wanted: int
+
+
+NO_OFFER = Offer(0, 0)
+
+
 class TierDesk:
     def __init__(
         self, kv: KVManager, executor: Executor, host: HostTier, couriers: list[Courier], is_tier: bool
@@ -77,28 +88,36 @@ class TierDesk:
         self.num_saved = 0
         self.num_skipped = 0
         self.num_chosen = {"load": 0, "compute": 0}  # sequences for which tiers had something
+        self._num_computed = 0  # in a row, since loading seemed slower
         self._is_busy = False
         kv.name_blocks(self._names, self.save)
 
     # What is to be had
 
-    def num_worthwhile(self, table: BlockTable, tokens: array[int], num_found: int, seconds_per_token: float) -> int:
-        """How many blocks beyond the first `num_found` are to be loaded: as many as are there, and sooner than computed."""
+    def offer(self, table: BlockTable, tokens: array[int], num_found: int, seconds_per_token: float) -> Offer:
+        """What tiers have beyond the first `num_found` blocks, and how much of it is to be loaded: what comes sooner than it is
+        computed."""
         most = (len(tokens) - 1) // self._kv.block_size
         if most <= num_found:
-            return 0
-        names = self._kv.names(table, tokens, most)[num_found:]
-        costs = self._costs(names)
+            return NO_OFFER
+        costs = self._costs(self._kv.names(table, tokens, most)[num_found:])
         if not costs:
-            return 0
+            return NO_OFFER
+        if self._num_computed >= _TRY_EVERY:  # it may be faster by now, which only trying shows
+            return Offer(len(costs), len(costs))
         gain = best = 0.0
         count = 0
         for number, seconds in enumerate(costs, 1):
             gain += seconds_per_token * self._kv.block_size - seconds
             if gain >= best or not seconds_per_token:
                 best, count = gain, number
-        self.num_chosen["load" if count else "compute"] += 1
-        return count
+        return Offer(len(costs), count)
+
+    def chose(self, offer: Offer) -> None:
+        """A sequence got its blocks, and goes on so."""
+        if offer.num_there:
+            self.num_chosen["load" if offer.num_wanted else "compute"] += 1
+            self._num_computed = 0 if offer.num_wanted else self._num_computed + 1
 
     def _costs(self, names: list[bytes]) -> list[float]:
         """Seconds for each block, up to the first that no tier has."""
@@ -281,13 +300,14 @@ class TierDesk:
 
     # Operation
 
-    def reset(self, tenant: str | None = None) -> dict[str, int]:
-        """Delete everything, or all of one tenant, from every tier; how many blocks each had."""
+    def reset_host(self, tenant: str | None = None) -> dict[str, int]:
+        """Forget everything in the host's memory, or all of one tenant; how many blocks."""
+        return {"host": self._host.drop(None if tenant is None else tenant_tag(tenant))}
+
+    def reset_slow(self, tenant: str | None = None) -> dict[str, int]:
+        """The same for the other tiers. It may take long, and any thread may call it."""
         tag = None if tenant is None else tenant_tag(tenant)
-        gone = {"host": self._host.drop(tag)}
-        for courier in self._couriers:
-            gone[courier.tier.kind] = courier.drop(tag)
-        return gone
+        return {courier.tier.kind: courier.drop(tag) for courier in self._couriers}
 
     def info(self) -> list[dict[str, Any]]:
         """For people and metrics: a row for each tier."""

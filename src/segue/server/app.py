@@ -22,6 +22,7 @@ from segue.server.responses import responses
 from segue.server.service import Service
 from segue.server.sse import JsonResponse
 from segue.server.states import states
+from segue.server.tiers import tiers
 
 
 def create_app(service: Service) -> FastAPI:
@@ -44,8 +45,8 @@ def create_app(service: Service) -> FastAPI:
     failures.install(app)
     _information(app, service)
     _text(app, service)
-    for router in (completions(service), chat(service), responses(service), requests(service), states(service)):
-        app.include_router(router)
+    for routes in (completions, chat, responses, requests, states, tiers):
+        app.include_router(routes(service))
     app.add_middleware(Door, tenants=service.tenants, limits=service.limits)
     return app
 

@@ -85,6 +85,16 @@ TABLE = (
     Entry("pin_late_returns", "counter", "Of those, jobs that came back after it was given up.", labels=("tool",)),
     Entry("pinned_block_seconds", "counter", "Blocks kept, times seconds: used or wasted.", labels=("tool", "kind")),
     Entry("pin_regret_seconds", "counter", "What an oracle would have gained more, by command.", labels=("tool",)),
+    Entry("tier_bytes", "gauge", "Bytes of KV in a tier.", labels=("tier",)),
+    Entry("tier_capacity_bytes", "gauge", "Bytes that a tier may have.", labels=("tier",)),
+    Entry("tier_stored_blocks", "counter", "Blocks copied into a tier.", labels=("tier",)),
+    Entry("tier_loaded_blocks", "counter", "Blocks that came back from a tier.", labels=("tier",)),
+    Entry("tier_missed_blocks", "counter", "Blocks that a tier did not have after all.", labels=("tier",)),
+    Entry(
+        "tier_skipped_blocks", "counter", "Blocks not stored: too much was under way, or it was out.", labels=("tier",)
+    ),
+    Entry("tier_damaged_blocks", "counter", "Blocks that were not what had been stored.", labels=("tier",)),
+    Entry("tier_errors", "counter", "Stores and loads that failed.", labels=("tier",)),
     Entry("steps", "counter", "Steps run.", source="num_steps"),
     Entry("engine_restarts", "counter", "Times the engine's process was started again.", source="restarts"),
     Entry(
@@ -187,7 +197,8 @@ class _EngineMetrics:
                     yield family(name, entry.help, value=self.stats[entry.source])
         for entry in TABLE:
             if "reused_tokens" in self.stats and entry.name in _LABELLED:
-                series = CounterMetricFamily(f"segue:{entry.name}", entry.help, labels=entry.labels)
+                family = GaugeMetricFamily if entry.kind == "gauge" else CounterMetricFamily
+                series = family(f"segue:{entry.name}", entry.help, labels=entry.labels)
                 for labels, value in _LABELLED[entry.name](self.stats):
                     series.add_metric(labels, value)
                 yield series
@@ -197,13 +208,18 @@ Series = Iterable[tuple[list[str], float]]
 
 
 def _hits(stats: Mapping[str, Any]) -> Series:
-    held = stats.get("held_tokens", 0)
-    return [(["lease"], held), (["index"], stats.get("reused_tokens", 0) - held)]
+    held, loaded = stats.get("held_tokens", 0), stats.get("loaded_tokens", 0)
+    return [(["lease"], held), (["index"], stats.get("reused_tokens", 0) - held - loaded), (["tier"], loaded)]
 
 
 def _sums(field: str, *labels: str) -> Callable[[Mapping[str, Any]], Series]:
     """Of the policy's decisions, by command."""
     return lambda stats: [([tool or "none", *labels], sums[field]) for tool, sums in stats.get("decisions", {}).items()]
+
+
+def _tiers(field: str) -> Callable[[Mapping[str, Any]], Series]:
+    """Of each tier that has such a number."""
+    return lambda stats: [([row["tier"]], row[field]) for row in stats.get("tiers", ()) if row.get(field) is not None]
 
 
 _LABELLED: dict[str, Callable[[Mapping[str, Any]], Series]] = {
@@ -217,4 +233,12 @@ _LABELLED: dict[str, Callable[[Mapping[str, Any]], Series]] = {
         *_sums("used_block_seconds", "used")(stats),
         *_sums("wasted_block_seconds", "wasted")(stats),
     ],
+    "tier_bytes": _tiers("bytes"),
+    "tier_capacity_bytes": _tiers("capacity_bytes"),
+    "tier_stored_blocks": _tiers("stored_blocks"),
+    "tier_loaded_blocks": _tiers("loaded_blocks"),
+    "tier_missed_blocks": _tiers("missed_blocks"),
+    "tier_skipped_blocks": _tiers("skipped_blocks"),
+    "tier_damaged_blocks": _tiers("damaged_blocks"),
+    "tier_errors": _tiers("errors"),
 }

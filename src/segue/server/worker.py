@@ -90,6 +90,7 @@ class EngineProcess:
         self._verbs: dict[str, Callable[..., Any]] = {
             "stats": self._stats,
             "decisions": self._decisions,
+            "tiers": self._engine.tiers,
             "states": self._states,
             "state": self._state,
             "fork": self._fork,
@@ -105,6 +106,7 @@ class EngineProcess:
             "load": self._load,
             "export": self._export,
             "import": self._import,
+            "reset_tiers": self._reset_tiers,
         }
 
     def run(self) -> None:
@@ -281,6 +283,7 @@ class EngineProcess:
             "prefilled_tokens": prefilled,
             "revoked_blocks": self._num_revoked,
             "decisions": {tool: asdict(sums) for tool, sums in self._engine.decision_sums().items()},
+            "tiers": self._engine.tiers(),
             "kv_blocks": config.num_blocks - 1,
             "block_size": config.block_size,
         }
@@ -374,6 +377,11 @@ class EngineProcess:
             except BaseException:
                 self._post(arrival.abort)
                 raise
+
+    def _reset_tiers(self, tenant: str | None) -> dict[str, int]:
+        """Whoever steps meanwhile finds nothing of it."""
+        gone = self._in_turn(lambda: self._engine.forget_memory(tenant))
+        return gone | self._engine.forget_stored(tenant)
 
     def _commit_export(self, request_id: str) -> None:
         export = self._exports.pop(request_id, None)

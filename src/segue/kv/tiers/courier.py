@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 _MOST_FAILURES = 3  # in a row
 _SHORTEST_BREAK, _LONGEST_BREAK = 1.0, 60.0  # seconds
 _FADE = 0.2
+_COLD_BLOCKS = 4
 _REST = 3.0  # while the engine steps: so many times what a block took, so that a core is not lost to it
 
 
@@ -58,12 +59,14 @@ class Counts:
 
 @dataclass(slots=True)
 class Speed:
-    """Bytes a second, of late; 0 until there is something to go by."""
+    """Bytes a second, of late; 0 until there is something to go by. The first blocks do not count: they wake what is asleep."""
 
     bytes_per_second: float = 0.0
+    num_noted: int = 0
 
     def note(self, num_bytes: int, seconds: float) -> None:
-        if seconds > 0:
+        self.num_noted += 1
+        if seconds > 0 and self.num_noted > _COLD_BLOCKS:
             now = num_bytes / seconds
             self.bytes_per_second += (now - self.bytes_per_second) * (_FADE if self.bytes_per_second else 1.0)
 
