@@ -40,6 +40,7 @@ from segue.policies.trees import Tree, Trees
 from segue.toolcalls.features import FEATURES
 
 POLICIES = ("fcfs", "continuum-released", "continuum", "context_serve", "adaptive")
+TIERED = ("fcfs + host", "adaptive + host")  # the same with a tier that has room for all
 TOKENS = (92, 469, 811, 1343, 1655, 2241, 2665, 2915)
 GAPS = ((0.05, 0.15), (0.05, 0.1), (0.05, 0.1), (0.08, 0.2), (0.5, 1.0), (0.05, 0.1), (0.1, 0.3))
 CALLS = {
@@ -116,9 +117,9 @@ def effect(num_jobs: int, seed: int, rounds: int, busy_rate: float, output: tupl
     for title, rate, blocks in (("under pressure", busy_rate, 900), ("low load", 0.8, 2600)):
         print(f"{title}: {rate:g} jobs/s, {blocks} blocks")
         print(f"  {'policy':20}{'mean s':>8}{'p95 s':>8}{'computed':>11}{'preempted':>11}{'of fcfs':>9}")
-        played: dict[str, list[tuple[float, float, int, int]]] = {name: [] for name in POLICIES}
+        played: dict[str, list[tuple[float, float, int, int]]] = {name: [] for name in (*POLICIES, *TIERED)}
         for number in range(rounds):
-            for name in POLICIES if number % 2 == 0 else POLICIES[::-1]:
+            for name in list(played) if number % 2 == 0 else list(played)[::-1]:
                 played[name].append(_play(name, rate, blocks, num_jobs if rate > 2 else num_jobs // 3, seed, output))
         first = statistics.mean(mean for mean, *_ in played["fcfs"])
         for name, results in played.items():
@@ -131,7 +132,9 @@ def _play(
 ) -> tuple[float, float, int, int]:
     calls: dict[str, Call] = {}
     JobDesk._call_of = lambda desk, sequence: calls.get(sequence.turn.id)  # type: ignore[method-assign]
-    with Engine("tiny", policy=name, num_blocks=blocks, max_running=64) as engine:
+    policy, _, tier = name.partition(" + ")
+    tiers = ["host=1GiB"] if tier else []
+    with Engine("tiny", policy=policy, num_blocks=blocks, max_running=64, tiers=tiers) as engine:
         engine.generate("warm", SamplingParams(max_tokens=8))
         return _jobs(engine, calls, rate, num_jobs, seed, output)
 

@@ -179,7 +179,9 @@ def _create(path: str) -> int:
     try:
         return os.open(path, flags, 0o600)
     except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        for folder in (os.path.dirname(os.path.dirname(path)), os.path.dirname(path)):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
         return os.open(path, flags, 0o600)
 
 

@@ -1,6 +1,6 @@
 """Which entry leaves a tier that is full: S3-FIFO (Yang et al., SOSP 2023), which a single pass over much else does not empty.
 
-    new ──▶ small, a tenth ──used since──▶ main ──used since──▶ main again, with one use fewer
+    new ──▶ small, a third ──used since──▶ main ──used since──▶ main again, with one use fewer
                  │                          │
                  └──not used──▶ gone ◀──not used──┘
 
@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-_SMALL_SHARE = 0.1
+_SMALL_SHARE = 0.3  # a tenth in the paper; chats and agents come back soon, so the young are worth more (docs/log.md)
 _MOST_USES = 3
 _MOST_LOOKS = 1024  # before it is given up: what is looked at comes up last the next time
 
