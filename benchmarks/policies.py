@@ -16,6 +16,7 @@ import random
 import statistics
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 
 from segue import Engine, SamplingParams
@@ -112,12 +113,14 @@ def _steps(policy: Policy) -> float:
     return time.perf_counter() - began
 
 
-def effect(num_jobs: int, seed: int, rounds: int, busy_rate: float, output: tuple[int, int]) -> None:
+def effect(
+    names: Sequence[str], num_jobs: int, seed: int, rounds: int, busy_rate: float, output: tuple[int, int]
+) -> None:
     """Pressure first, then so few jobs that nothing is short. Means of the rounds, whose order turns round each time."""
     for title, rate, blocks in (("under pressure", busy_rate, 900), ("low load", 0.8, 2600)):
         print(f"{title}: {rate:g} jobs/s, {blocks} blocks")
         print(f"  {'policy':20}{'mean s':>8}{'p95 s':>8}{'computed':>11}{'preempted':>11}{'of fcfs':>9}")
-        played: dict[str, list[tuple[float, float, int, int]]] = {name: [] for name in (*POLICIES, *TIERED)}
+        played: dict[str, list[tuple[float, float, int, int]]] = {name: [] for name in names}
         for number in range(rounds):
             for name in list(played) if number % 2 == 0 else list(played)[::-1]:
                 played[name].append(_play(name, rate, blocks, num_jobs if rate > 2 else num_jobs // 3, seed, output))
@@ -193,7 +196,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=8.0, help="jobs a second under pressure")
+    parser.add_argument("--rate", type=float, default=10.0, help="jobs a second under pressure")
+    parser.add_argument("--tiers", action="store_true", help="also with a host tier")
     parser.add_argument(
         "--output", type=int, nargs=2, default=(8, 32), metavar=("LEAST", "MOST"), help="tokens an answer"
     )
@@ -201,7 +205,8 @@ def main() -> None:
     if options.only in (None, "cost"):
         cost()
     if options.only in (None, "effect"):
-        effect(options.jobs, options.seed, options.rounds, options.rate, tuple(options.output))
+        names = (*POLICIES, *TIERED) if options.tiers else POLICIES
+        effect(names, options.jobs, options.seed, options.rounds, options.rate, tuple(options.output))
 
 
 if __name__ == "__main__":

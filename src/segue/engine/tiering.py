@@ -121,8 +121,8 @@ class TierDesk:
 
     def _costs(self, names: list[bytes]) -> list[float]:
         """Seconds for each block, up to the first that no tier has."""
-        size, slow = self._names.block_bytes, 1.0 / BUSY_SHARE if self._is_busy else 1.0
-        here = self._in.seconds_for(size) * slow
+        size = self._names.block_bytes
+        here = self._in.seconds_for(size) * self._slowness
         found = [courier.find(names) for courier in self._couriers]
         costs = []
         for at, name in enumerate(names):
@@ -138,7 +138,12 @@ class TierDesk:
     @property
     def seconds_per_token(self) -> float:
         """What a token of KV takes to come back from the host."""
-        return self._in.seconds_for(self._names.block_bytes) / self._kv.block_size
+        return self._in.seconds_for(self._names.block_bytes) * self._slowness / self._kv.block_size
+
+    @property
+    def _slowness(self) -> float:
+        """Beside steps, copies have a part of the time."""
+        return 1.0 / BUSY_SHARE if self._is_busy else 1.0
 
     # In
 
