@@ -234,7 +234,9 @@ def _as_words(arguments: argparse.Namespace) -> list[str]:
     words: list[str] = []
     for name, value in _engine_options(arguments).items():
         option = name.replace("_", "-")
-        if value is False:
+        if isinstance(value, list):  # tiers
+            words += [word for each in value for word in (f"--{option.removesuffix('s')}", each)]
+        elif value is False:
             words.append(f"--no-{option}")
         elif value not in (None, True):
             words += [f"--{option}", str(value)]

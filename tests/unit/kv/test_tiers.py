@@ -168,23 +168,23 @@ def test_two_that_write_one_folder(tmp_path):
 
 
 def test_killed_in_the_middle_of_a_store_two_hundred_times(tmp_path):
-    chosen = random.Random(1)
+    chosen, data = random.Random(1), view(0, 64 * BLOCK)
     for round_ in range(200):
         child = os.fork()
         if not child:
             with contextlib.suppress(BaseException):
                 tier = DiskTier(tmp_path, 1 << 30)
                 for number in range(1000):
-                    tier.store(name_of(1000 * round_ + number), view(1000 * round_ + number, 64 * BLOCK))
+                    tier.store(name_of(1000 * round_ + number), data)
             os._exit(0)
-        time.sleep(chosen.uniform(0.0, 0.008))
+        time.sleep(chosen.uniform(0.0, 0.015))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     tier = DiskTier(tmp_path, 1 << 30)
-    assert len(tier) > 100, "most had stored something"
+    assert len(tier) > 20, "some had stored something"
     for name in tier._order:
         out = memoryview(bytearray(64 * BLOCK))
-        assert tier.load(name, out)
+        assert tier.load(name, out) and out == data
     assert tier.verify() == (len(tier), 0)
     assert list(tmp_path.glob("*/*/*.part")), "some were killed in the middle of a write"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from segue.kv.tiers import Courier, DiskTier
 from segue.policies import Sums
 from segue.server.generation import Usage
 from segue.server.metrics import TABLE, Metrics
@@ -22,13 +23,19 @@ def script(name):
     return module
 
 
+def a_courier(folder):
+    courier = Courier(DiskTier(folder, 1 << 20))
+    courier.close(1.0)
+    return courier
+
+
 @pytest.fixture(scope="module")
 def dashboard():
     return json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def series():
+def series(tmp_path_factory):
     """Of a server that has answered a request."""
     metrics = Metrics(vllm_names=True)
     metrics.first_token(0.1)
@@ -36,6 +43,7 @@ def series():
     metrics.request_ended("tenant", "finished", 1.0, Usage(3, 2, 1))
     stats = {entry.source: 1 for entry in TABLE if entry.source is not None} | {"held_tokens": 1, "reused_tokens": 1}
     stats["decisions"] = {"pytest": asdict(Sums(num_decisions=1))}
+    stats["tiers"] = [a_courier(tmp_path_factory.mktemp("tier")).info()]
     text = metrics.render(stats).decode()
     return {re.match(r"[\w:]+", line)[0] for line in text.splitlines() if not line.startswith("#")}
 
