@@ -1,11 +1,11 @@
 """What policies cost, and what they bring: `tiny` on this machine, with a pool that is too small for its jobs.
 
-    python benchmarks/policies.py [--only cost|effect] [--jobs N] [--seed N] [--rate JOBS/S] [--output LEAST MOST]
+    python benchmarks/policies.py [--only cost|effect] [--rounds N] [--seed N] [--scale S] [--tiers] [--output LEAST MOST]
 
-The jobs are those of the agents' workload in small: eight turns, its prompts that grow to 2,915 tokens, tools that take .05 to .3
-seconds but one that takes half a second to a second (there two to five). Answers are short, as there: its transcripts have 7 to
-12 tokens, and a job alone takes 2.4 seconds beside its tools', or 300 ms a turn. Times are real. `tiny` writes no commands, so
-the tools' names are given.
+The jobs are those of the agents' workload in small: eight turns, its prompts that grow to 2,915 tokens, and its tools' times,
+all shortened by one factor. There a job that is alone computes for 2.45 seconds and its tools take 4.2; here it computes for
+.36, so the tools' times are .15 of those there, and KV is worth as much beside a gap as it was. Answers are short, as there: its
+transcripts have 7 to 12 tokens, or 300 ms a turn. Times are real. `tiny` writes no commands, so the tools' names are given.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 from segue import Engine, SamplingParams
 from segue.base.config import EngineConfig
@@ -43,7 +43,7 @@ from segue.toolcalls.features import FEATURES
 POLICIES = ("fcfs", "continuum-released", "continuum", "context_serve", "adaptive")
 TIERED = ("fcfs + host", "adaptive + host")  # the same with a tier that has room for all
 TOKENS = (92, 469, 811, 1343, 1655, 2241, 2665, 2915)
-GAPS = ((0.05, 0.15), (0.05, 0.1), (0.05, 0.1), (0.08, 0.2), (0.5, 1.0), (0.05, 0.1), (0.1, 0.3))
+GAPS = ((0.05, 0.15), (0.05, 0.1), (0.05, 0.1), (0.08, 0.2), (2.0, 5.0), (0.05, 0.1), (0.1, 0.3))
 CALLS = {
     "known": Call("bash", "pytest", "j", "pytest -q"),
     "new": Call("bash", "mytool", "j", "cd repo && FOO=1 mytool --flag x/y/z.py 2>&1 | tail -20"),
@@ -113,47 +113,76 @@ def _steps(policy: Policy) -> float:
     return time.perf_counter() - began
 
 
-def effect(
-    names: Sequence[str], num_jobs: int, seed: int, rounds: int, busy_rate: float, output: tuple[int, int]
-) -> None:
-    """Pressure first, then so few jobs that nothing is short. Means of the rounds, whose order turns round each time."""
-    for title, rate, blocks in (("under pressure", busy_rate, 900), ("low load", 0.8, 2600)):
-        print(f"{title}: {rate:g} jobs/s, {blocks} blocks")
+@dataclass(frozen=True)
+class Load:
+    title: str
+    rate: float  # jobs a second
+    blocks: int
+    num_jobs: int
+
+
+LOADS = (
+    Load("low load", 1, 2600, 20),
+    Load("under pressure", 10, 900, 120),
+    Load("more", 14, 900, 120),
+    Load("twice the memory", 30, 1800, 200),
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    seed: int
+    scale: float  # of the tools' times
+    output: tuple[int, int]  # tokens of an answer: least, most
+
+
+@dataclass(frozen=True)
+class Played:
+    mean: float
+    p95: float
+    computed: int
+    preempted: int
+
+
+def effect(names: Sequence[str], workload: Workload, rounds: int) -> None:
+    """Means of the rounds, whose order turns round each time."""
+    for load in LOADS:
+        print(f"{load.title}: {load.num_jobs} jobs, {load.rate:g} a second, {load.blocks} blocks")
         print(f"  {'policy':20}{'mean s':>8}{'p95 s':>8}{'computed':>11}{'preempted':>11}{'of fcfs':>9}")
-        played: dict[str, list[tuple[float, float, int, int]]] = {name: [] for name in names}
+        played: dict[str, list[Played]] = {name: [] for name in names}
         for number in range(rounds):
             for name in list(played) if number % 2 == 0 else list(played)[::-1]:
-                played[name].append(_play(name, rate, blocks, num_jobs if rate > 2 else num_jobs // 3, seed, output))
-        first = statistics.mean(mean for mean, *_ in played["fcfs"])
+                played[name].append(_play(name, load, workload))
+        first = statistics.mean(each.mean for each in played["fcfs"])
         for name, results in played.items():
-            mean, p95, computed, preempted = (statistics.mean(values) for values in zip(*results, strict=True))
+            mean, p95, computed, preempted = (
+                statistics.mean(getattr(each, field.name) for each in results) for field in fields(Played)
+            )
             print(f"  {name:20}{mean:8.2f}{p95:8.2f}{computed:11,.0f}{preempted:11.0f}{mean / first:9.3f}", flush=True)
 
 
-def _play(
-    name: str, rate: float, blocks: int, num_jobs: int, seed: int, output: tuple[int, int]
-) -> tuple[float, float, int, int]:
+def _play(name: str, load: Load, workload: Workload) -> Played:
     calls: dict[str, Call] = {}
     JobDesk._call_of = lambda desk, sequence: calls.get(sequence.turn.id)  # type: ignore[method-assign]
     policy, _, tier = name.partition(" + ")
     tiers = ["host=1GiB"] if tier else []
-    with Engine("tiny", policy=policy, num_blocks=blocks, max_running=64, tiers=tiers) as engine:
+    with Engine("tiny", policy=policy, num_blocks=load.blocks, max_running=64, tiers=tiers) as engine:
         engine.generate("warm", SamplingParams(max_tokens=8))
-        return _jobs(engine, calls, rate, num_jobs, seed, output)
+        return _jobs(engine, calls, load, workload)
 
 
-def _jobs(
-    engine: Engine, calls: dict[str, Call], rate: float, num_jobs: int, seed: int, output: tuple[int, int]
-) -> tuple[float, float, int, int]:
-    randomly = random.Random(seed)
+def _jobs(engine: Engine, calls: dict[str, Call], load: Load, workload: Workload) -> Played:
+    randomly = random.Random(workload.seed)
     events: list[tuple[float, int, int]] = []
     tokens: list[array[int]] = []
+    texts: list[list[int]] = []  # drawn beforehand: the engine has this thread
     gaps, at = [], 0.0
-    for job in range(num_jobs):
-        at += randomly.expovariate(rate)
+    for job in range(load.num_jobs):
+        at += randomly.expovariate(load.rate)
         heapq.heappush(events, (at, job, 0))
         tokens.append(array("i", [randomly.randrange(250)]))
-        gaps.append([randomly.uniform(*gap) for gap in GAPS])
+        texts.append([randomly.randrange(250) for _ in range(TOKENS[-1])])
+        gaps.append([workload.scale * randomly.uniform(*gap) for gap in GAPS])
     arrived, took = {}, []
     under_way: dict[str, tuple[int, int]] = {}
     began = time.perf_counter()
@@ -162,8 +191,8 @@ def _jobs(
         while events and events[0][0] <= now:
             due, job, turn = heapq.heappop(events)
             arrived.setdefault(job, due)
-            tokens[job].extend(randomly.randrange(250) for _ in range(TOKENS[turn] - len(tokens[job])))
-            params = SamplingParams(max_tokens=randomly.randint(*output), temperature=0, ignore_eos=True)
+            tokens[job].extend(texts[job][len(tokens[job]) : TOKENS[turn]])
+            params = SamplingParams(max_tokens=randomly.randint(*workload.output), temperature=0, ignore_eos=True)
             request = engine.submit(tokens[job], params, job_id=f"job {job}", is_last_step=turn == 7)
             under_way[request] = job, turn
             if turn < 7:
@@ -187,16 +216,15 @@ def _jobs(
     stats = engine.stats()
     computed = stats.prompt_tokens - stats.reused_tokens + stats.generated_tokens
     took.sort()
-    return statistics.mean(took), took[int(0.95 * len(took))], computed, stats.num_preemptions
+    return Played(statistics.mean(took), took[int(0.95 * len(took))], computed, stats.num_preemptions)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=["cost", "effect"])
-    parser.add_argument("--jobs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=10.0, help="jobs a second under pressure")
+    parser.add_argument("--scale", type=float, default=0.15, help="of the tools' times")
     parser.add_argument("--tiers", action="store_true", help="also with a host tier")
     parser.add_argument(
         "--output", type=int, nargs=2, default=(8, 32), metavar=("LEAST", "MOST"), help="tokens an answer"
@@ -206,7 +234,7 @@ def main() -> None:
         cost()
     if options.only in (None, "effect"):
         names = (*POLICIES, *TIERED) if options.tiers else POLICIES
-        effect(names, options.jobs, options.seed, options.rounds, options.rate, tuple(options.output))
+        effect(names, Workload(options.seed, options.scale, tuple(options.output)), options.rounds)
 
 
 if __name__ == "__main__":

@@ -43,22 +43,16 @@ def copies(folder: Path, rounds: int) -> None:
             desk._host.filled(name)
         out, back, memcpy = [], [], []
         for _ in range(rounds):
-            views = [desk._host.read(name) for name in names]
-            out.append(
-                seconds(lambda: [engine.runner.read_kv([1 + at], 0, size, view) for at, view in enumerate(views)])
-            )
-            back.append(
-                seconds(
-                    lambda: [engine.runner.write_kv([1 + at], 0, size, view, 0, size) for at, view in enumerate(views)]
-                )
-            )
+            blocks, slots, memory = range(1, count + 1), [desk._host.use(name) for name in names], desk._host.memory
+            out.append(seconds(lambda: engine.runner.blocks_out(blocks, slots, memory)))
+            back.append(seconds(lambda: engine.runner.blocks_in(blocks, slots, memory)))
             memcpy.append(seconds(lambda: np.copyto(plain[0], plain[1])))
         megabytes = count * block_bytes / 1e6
         print(f"host, {megabytes:.0f} MB in {count} blocks, of a memcpy's speed:")
         for title, taken in (("to the host", out), ("from the host", back)):
             share = statistics.median(plain / own for plain, own in zip(memcpy, taken, strict=True))
             print(f"  {title:16}{megabytes / statistics.median(taken) / 1e3:6.1f} GB/s  {share:.0%}")
-        _files(folder, names, [desk._host.read(name) for name in names], rounds)
+        _files(folder, names, [desk._host.view(slot) for slot in slots], rounds)
 
 
 def _files(folder: Path, names: list[bytes], views: list[memoryview], rounds: int) -> None:

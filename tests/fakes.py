@@ -82,6 +82,21 @@ class FakeExecutor:
         for position in range(first, last):
             self.slots[self._slot(blocks, position)] = _SLOT.unpack_from(data, (position - start) * _SLOT.size)
 
+    def host_memory(self, num_bytes: int) -> memoryview:
+        return memoryview(bytearray(num_bytes))
+
+    def blocks_out(self, blocks: Sequence[int], slots: Sequence[int], memory: memoryview) -> None:
+        for block, slot in zip(blocks, slots, strict=True):
+            self.read_kv([block], 0, self.block_size, self._part(memory, slot))
+
+    def blocks_in(self, blocks: Sequence[int], slots: Sequence[int], memory: memoryview) -> None:
+        for block, slot in zip(blocks, slots, strict=True):
+            self.write_kv([block], 0, self.block_size, self._part(memory, slot), 0, self.block_size)
+
+    def _part(self, memory: memoryview, slot: int) -> memoryview:
+        size = self.block_size * _SLOT.size
+        return memory[slot * size : (slot + 1) * size]
+
     def close(self) -> None:
         self.closed = True
 

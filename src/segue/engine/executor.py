@@ -83,4 +83,17 @@ class Executor(Protocol):
         Between two steps, other threads may call it too, each for positions of its own."""
         ...
 
+    def host_memory(self, num_bytes: int) -> memoryview:
+        """Writable memory of the host that blocks are copied to and from at full speed; on a GPU, page-locked."""
+        ...
+
+    def blocks_out(self, blocks: Seq[int], slots: Seq[int], memory: memoryview) -> None:
+        """Copy whole blocks, each to its slot of `memory`: the first begins where `memory` does, and each is as long as the KV
+        of a block in logical order."""
+        ...
+
+    def blocks_in(self, blocks: Seq[int], slots: Seq[int], memory: memoryview) -> None:
+        """The other way round. Complete when it returns."""
+        ...
+
     def close(self) -> None: ...

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import inf
 
 from segue.base.clock import Clock
+from segue.engine.gauge import Gauge
 from segue.engine.sequence import Hold, Sequence, Turn
 from segue.engine.text import Decode
 from segue.engine.tiering import TierDesk
@@ -31,7 +32,6 @@ from segue.toolcalls.shell import MAX_COMMAND_CHARS
 from segue.toolcalls.uses import find_use
 
 _MOST_TEXT_TOKENS = 4096  # of an answer's end, in which its tool call is looked for
-_FADE = 0.1  # of an average, for each new value
 
 
 @dataclass(slots=True, eq=False)
@@ -46,22 +46,6 @@ class Pin:
     disposition: Disposition  # as the policy last said
     num_blocks: int
     changed_at: float
-
-
-class Gauge:
-    """What a token of a prompt takes, and how long turns without their KV queue, of late."""
-
-    def __init__(self) -> None:
-        self.seconds_per_token = 0.0
-        self.queue_seconds = 0.0
-
-    def step(self, seconds: float, num_tokens: int, num_rows: int) -> None:
-        """Only steps that are mostly prompt tell."""
-        if num_tokens >= 4 * num_rows > 0 and seconds > 0:
-            self.seconds_per_token = _faded(self.seconds_per_token, seconds / num_tokens)
-
-    def queued(self, seconds: float) -> None:
-        self.queue_seconds += (seconds - self.queue_seconds) * _FADE
 
 
 class JobDesk:
@@ -209,6 +193,7 @@ class JobDesk:
             block_size=kv.block_size,
             seconds_per_token=self._seconds_per_token(),
             queue_seconds=self.gauge.queue_seconds,
+            idle_share=self.gauge.idle_share(num_running),
         )
 
     def _seconds_per_token(self) -> float:
@@ -259,7 +244,3 @@ class JobDesk:
         pins.remove(pin)
         if not pins:
             del self._pins[pin.job]
-
-
-def _faded(average: float, value: float) -> float:
-    return value if average == 0.0 else average + (value - average) * _FADE

@@ -122,6 +122,8 @@ class EngineLoop:
         produced = self._scheduler.apply(plan, result)
         self._deliver(self._answers.publish(produced, self._scheduler.finish))
         self._tell_orphans()
+        if self._tiers is not None and not self._scheduler.num_running:
+            self._tiers.rest()
         return True
 
     def _fail(self, plan: StepPlan, cause: BaseException) -> list[Delta]:

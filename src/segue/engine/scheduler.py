@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
 
@@ -26,6 +27,16 @@ class Produced(NamedTuple):
     sequence: Sequence
     token: int
     logprobs: TokenLogprobs | None
+
+
+@dataclass(slots=True)
+class _Blocked:
+    """The first in the queue, since it was found not to fit, and what tiers had for it beyond `num_found` blocks."""
+
+    sequence: Sequence
+    since: float
+    num_found: int
+    offer: Offer
 
 
 class Scheduler:
@@ -57,9 +68,10 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}  # in order of admission
         self._loading: dict[int, Sequence] = {}  # with blocks, into which KV from another tier comes
         self._loaded: list[Load] = []  # of those, complete and waiting for their first step
+        self._asking: dict[int, Sequence] = {}  # without blocks: a tier is asked what it has for them
         self._next_id = 0
         self._now = clock.now()  # one time for all of a plan's decisions
-        self._blocked: tuple[Sequence, float] | None = None  # the first in the queue, since it was found not to fit
+        self._blocked: _Blocked | None = None
         self.jobs = JobDesk(policy, kv, clock, lambda: (len(self._waiting), len(self._running)), decode, tiers)
 
     @property
@@ -72,7 +84,7 @@ class Scheduler:
 
     @property
     def num_loading(self) -> int:
-        return len(self._loading)
+        return len(self._loading) + len(self._asking)
 
     def submit(self, turn: Turn) -> None:
         """Queue a turn that was found to fit. Its first answer computes the prompt, the others share it."""
@@ -170,6 +182,7 @@ class Scheduler:
         """Admit in the policy's order, and nobody past one that does not fit: a large request is not starved. Returns what is
         left of the budget."""
         self._take_loaded()
+        self._take_answered()
         while budget > 0 and len(self._running) < self.config.max_running and self._loaded:
             budget = self._begin_loaded(self._loaded.pop(0), rows, budget)
         while budget > 0 and len(self._running) < self.config.max_running:
@@ -178,6 +191,8 @@ class Scheduler:
                 break
             if sequence.table is None:
                 sequence.table = self.kv.open(sequence.tokens, sequence.turn.scope, _known_keys(sequence, self.kv))
+            if self._ask_for(sequence, sequence.table):
+                continue
             reservation = self._seat(sequence, sequence.table)
             if reservation is None:
                 break
@@ -198,6 +213,23 @@ class Scheduler:
             self.kv.commit(load.table, sequence.tokens, sequence.num_computed)
             self._loaded.append(load)
 
+    def _ask_for(self, sequence: Sequence, table: BlockTable) -> bool:
+        """Whether somebody else may have KV for it, and is asked. It lets others pass meanwhile."""
+        if self.tiers is None or sequence.has_asked or not self.tiers.is_shared:
+            return False
+        match, _ = self._find(sequence, table)
+        if not self.tiers.ask(sequence, table, len(match.blocks)):
+            return False
+        self._waiting.remove(sequence)
+        self._asking[sequence.id] = sequence
+        sequence.status = Status.LOADING
+        return True
+
+    def _take_answered(self) -> None:
+        for sequence in self.tiers.take_answered() if self._asking and self.tiers is not None else ():
+            del self._asking[sequence.id]
+            self._wait(sequence)
+
     def _begin_loaded(self, load: Load, rows: dict[int, Row], budget: int) -> int:
         sequence = load.sequence
         del self._loading[sequence.id]
@@ -215,7 +247,8 @@ class Scheduler:
         self._wait(sequence)
 
     def _stop_loading(self, sequence: Sequence) -> None:
-        if self._loading.pop(sequence.id, None) is not None and self.tiers is not None:
+        is_loading = self._loading.pop(sequence.id, None) or self._asking.pop(sequence.id, None)
+        if is_loading is not None and self.tiers is not None:
             self.tiers.cancel(sequence)
             self._loaded = [load for load in self._loaded if load.sequence is not sequence]
 
@@ -223,7 +256,9 @@ class Scheduler:
         """Nothing that the device's own tail covers."""
         if self.tiers is None:
             return NO_OFFER
-        found, size = len(match.blocks), self.kv.block_size
+        found, size, blocked = len(match.blocks), self.kv.block_size, self._blocked
+        if blocked is not None and blocked.sequence is sequence and blocked.num_found == found:
+            return blocked.offer  # what has gone meanwhile is computed
         offer = self.tiers.offer(table, sequence.tokens, found, self.jobs.gauge.seconds_per_token)
         return offer if (found + offer.num_there) * size > match.num_tokens else NO_OFFER
 
@@ -233,7 +268,7 @@ class Scheduler:
         block before long."""
         turn, parent = sequence.turn, sequence.turn.parent
         match, lender = self._find(sequence, table)
-        offer = self._offer(sequence, table, match)
+        offer, num_found = self._offer(sequence, table, match), len(match.blocks)
         if offer.num_wanted:
             match = match.without_tail(self.kv.block_size)
         num_held = min(parent.num_held, turn.num_shared) if parent is not None else 0
@@ -248,9 +283,10 @@ class Scheduler:
             consumed=parent.lease if turn.consume and parent is not None and parent.num_held else None,
         )
         if reservation is None:
-            if self._blocked is None or self._blocked[0] is not sequence:
-                self._blocked = sequence, self._now
+            since = self._blocked_since(sequence)
+            self._blocked = _Blocked(sequence, since, num_found, offer)
             return None
+        self._blocked = None
         self._waiting.admit(sequence)
         turn.consume = False  # whatever the parent holds from now on, it holds for others
         num_held = min(num_held, reservation.num_reused)
@@ -277,9 +313,12 @@ class Scheduler:
     def _bid(self, sequence: Sequence) -> float:
         if not (self._running or self._loading) or not self._policy.bids:
             return inf
+        waited = self._now - self._blocked_since(sequence)
+        return self._policy.bid(sequence.view(waited), self.jobs.pressure(), self._now)
+
+    def _blocked_since(self, sequence: Sequence) -> float:
         blocked = self._blocked
-        since = blocked[1] if blocked is not None and blocked[0] is sequence else self._now
-        return self._policy.bid(sequence.view(self._now - since), self.jobs.pressure(), self._now)
+        return blocked.since if blocked is not None and blocked.sequence is sequence else self._now
 
     def _find(self, sequence: Sequence, table: BlockTable) -> tuple[Match, Lease | None]:
         """The KV there is for a sequence, and the lease that lends the first part of it."""

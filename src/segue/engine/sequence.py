@@ -122,6 +122,7 @@ class Sequence:
     __slots__ = (
         "error",
         "finish_reason",
+        "has_asked",
         "id",
         "index",
         "limit",
@@ -156,6 +157,7 @@ class Sequence:
         self.error: Exception | None = None
         self.state: State | None = None  # what it left, once it has finished well
         self.num_preemptions = 0
+        self.has_asked = False  # tiers that others share, for what they have of it
         self.reuse: Reuse | None = None  # None before it first runs
 
     @property

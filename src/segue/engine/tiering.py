@@ -10,6 +10,7 @@ process is copied at the end of each turn besides, when there is time.
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections import deque
@@ -21,15 +22,17 @@ from segue.base.errors import InvalidRequest
 from segue.engine.executor import Executor
 from segue.engine.sequence import Sequence
 from segue.kv import BlockTable, KVManager
-from segue.kv.tiers import BlockNames, Courier, DiskTier, HostTier, tenant_tag
-from segue.kv.tiers.courier import Speed
+from segue.kv.tiers import BlockNames, Courier, DiskTier, HostTier, RemoteTier, tenant_tag
+from segue.kv.tiers.courier import Look, Speed
 from segue.kv.tiers.specs import parse_tiers
 
 BUSY_SHARE = 0.1  # of a step's time that copies may take before the next one
 _IDLE_SECONDS = 0.02  # of copies at a time when nothing runs: requests may come
+_AT_ONCE = 64  # blocks in one copy, at most: how long it takes is only known before it begins
 _AHEAD = 32  # blocks that are on their way from a slow tier at once
 _TRY_EVERY = 16  # decisions to compute after which loading is tried all the same
 _MOST_SECONDS = 10.0  # without a block from a slow tier, then the rest is computed
+_MOST_LOOKING = 0.5  # seconds that a sequence waits for a tier to say what it has
 _CLOSE_SECONDS = 10.0
 _STAGING_BYTES = 64 << 20  # of host memory on the way to and from the others, if it is no tier of its own
 _MOST_WAITING = 1 << 16  # blocks to be copied out
@@ -60,6 +63,13 @@ class Load:
         return self.at - self.first
 
 
+class Asked(NamedTuple):
+    """A tier that is shared was asked what it has for a sequence."""
+
+    looks: list[Look]
+    until: float
+
+
 class Offer(NamedTuple):
     """Blocks that tiers have for a sequence, and how many of them are to be loaded."""
 
@@ -82,7 +92,11 @@ class TierDesk:
         self._couriers = couriers
         self._names = BlockNames(executor.kv_layout, kv.block_size)
         self._loads: dict[Sequence, Load] = {}
+        self._asked: dict[Sequence, Asked] = {}
         self._to_save: deque[tuple[int, bytes]] = deque()
+        self._arrived = threading.Event()
+        for courier in couriers:
+            courier.arrived = self._arrived
         self._in, self._out = Speed(), Speed()
         self.num_loaded = 0  # blocks, by where they were
         self.num_saved = 0
@@ -93,6 +107,11 @@ class TierDesk:
         kv.name_blocks(self._names, self.save)
 
     # What is to be had
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others store in one of the tiers too."""
+        return any(courier.tier.is_shared for courier in self._couriers)
 
     def offer(self, table: BlockTable, tokens: array[int], num_found: int, seconds_per_token: float) -> Offer:
         """What tiers have beyond the first `num_found` blocks, and how much of it is to be loaded: what comes sooner than it is
@@ -112,6 +131,33 @@ class TierDesk:
             if gain >= best or not seconds_per_token:
                 best, count = gain, number
         return Offer(len(costs), count)
+
+    def ask(self, sequence: Sequence, table: BlockTable, num_found: int) -> bool:
+        """Whether a tier has to be asked what it has beyond the first `num_found` blocks. Once for a sequence, and
+        `take_answered` gives it back."""
+        shared = [courier for courier in self._couriers if courier.tier.is_shared and not courier.breaker.is_open]
+        most = (len(sequence.tokens) - 1) // self._kv.block_size
+        if sequence.has_asked or not shared or most <= num_found:
+            return False
+        sequence.has_asked = True
+        names = self._kv.names(table, sequence.tokens, most)[num_found:]
+        have = [courier.find(names) for courier in self._couriers]
+        unknown = [name for name, *has in zip(names, *have, strict=True) if name not in self._host and not any(has)]
+        if unknown:
+            looks = [courier.look(unknown) for courier in shared]
+            self._asked[sequence] = Asked(looks, time.monotonic() + _MOST_LOOKING)
+        return bool(unknown)
+
+    def take_answered(self) -> list[Sequence]:
+        now = time.monotonic()
+        answered = [
+            sequence
+            for sequence, asked in self._asked.items()
+            if now > asked.until or all(look.is_over for look in asked.looks)
+        ]
+        for sequence in answered:
+            del self._asked[sequence]
+        return answered
 
     def chose(self, offer: Offer) -> None:
         """A sequence got its blocks, and goes on so."""
@@ -137,8 +183,8 @@ class TierDesk:
 
     @property
     def seconds_per_token(self) -> float:
-        """What a token of KV takes to come back from the host."""
-        return self._in.seconds_for(self._names.block_bytes) * self._slowness / self._kv.block_size
+        """What a token of KV takes of the engine's time to come back from the host."""
+        return self._in.seconds_for(self._names.block_bytes) / self._kv.block_size
 
     @property
     def _slowness(self) -> float:
@@ -157,6 +203,7 @@ class TierDesk:
 
     def cancel(self, sequence: Sequence) -> None:
         """Nothing comes for it any more. Slots that are being filled stay: others may want them."""
+        self._asked.pop(sequence, None)
         if (load := self._loads.pop(sequence, None)) is not None:
             self._unpin(load)
 
@@ -166,25 +213,30 @@ class TierDesk:
             self.cancel(load.sequence)
         return complete
 
-    def _move(self, load: Load) -> bool:
-        """Write the next block. False if it has not come yet, or will not."""
-        name = load.names[load.at]
-        if name not in self._host:
+    def _move(self, load: Load, most: int) -> bool:
+        """Write the next blocks, `most` at most. False if none has come yet, or will."""
+        host, came = self._host, []
+        for name in load.names[load.at : min(load.at + most, load.stop)]:
+            if name not in host:
+                break
+            came.append(name)
+        if not came:
+            name = load.names[load.at]
             self._ask(load)
-            is_lost = not self._host.is_known(name) and (name in load.asked or not self._comes(load))
+            is_lost = not host.is_known(name) and (name in load.asked or not self._comes(load))
             load.is_over = is_lost or time.monotonic() > load.moved_at + _MOST_SECONDS
             return False
-        size, began = self._kv.block_size, time.perf_counter()
-        block = load.table.blocks[load.at]
-        self._executor.write_kv([block], 0, size, self._host.read(name), 0, size)
-        self._in.note(self._names.block_bytes, time.perf_counter() - began)
-        if name in load.pinned:
+        blocks = load.table.blocks[load.at : load.at + len(came)]
+        began = time.perf_counter()
+        self._executor.blocks_in(blocks, [host.use(name) for name in came], host.memory)
+        self._in.note(len(came) * self._names.block_bytes, time.perf_counter() - began)
+        for name in load.pinned.intersection(came):
             load.pinned.discard(name)
-            self._host.unpin(name)
-        load.at += 1
+            host.unpin(name)
+        load.at += len(came)
         load.moved_at = time.monotonic()
         load.is_over = load.at == load.stop
-        self.num_loaded += 1
+        self.num_loaded += len(came)
         return True
 
     def _comes(self, load: Load) -> bool:
@@ -204,7 +256,7 @@ class TierDesk:
             if slot is None:
                 return
             load.asked.add(name)
-            courier.load(name, slot)
+            courier.load(name, self._host.view(slot))
 
     def _pin(self, load: Load, name: bytes) -> None:
         if name not in load.pinned:
@@ -228,28 +280,48 @@ class TierDesk:
             if len(self._to_save) < _MOST_WAITING and not self._is_kept(name):
                 self._to_save.append((block, name))
 
-    def save(self, block: int, name: bytes) -> None:
-        """The block is about to be reused: its content goes now or never."""
-        self.num_skipped += not self._copy_out(block, name)
+    def save(self, leaving: list[tuple[int, bytes]]) -> None:
+        """Blocks that are about to be reused, with their names: their content goes now or never."""
+        self.num_skipped += len(leaving) - self._copy_out(leaving)
 
-    def _copy_out(self, block: int, name: bytes) -> bool:
-        """Copy a block's content to the host, unless it is there, and from there to the tiers that lack it. False if there is no
-        room on the way."""
-        if self._is_kept(name):
-            return True
-        if not self._host.is_known(name):
-            slot = self._host.begin(name)
-            if slot is None:
-                return False
-            began = time.perf_counter()
-            self._executor.read_kv([block], 0, self._kv.block_size, slot)
-            self._out.note(len(slot), time.perf_counter() - began)
+    def _copy_out(self, wanted: list[tuple[int, bytes]]) -> int:
+        """Copy blocks to the host, unless they are there, and from there to the tiers that lack them. For how many of them, from
+        the first on, there was room on the way."""
+        host, slots = self._host, {}
+        count = 0
+        for block, name in wanted:
+            if not (host.is_known(name) or self._is_kept(name)):
+                slot = host.begin(name)
+                if slot is None:
+                    break
+                slots[name] = block, slot
+            count += 1
+        if slots:
+            self._read_into(slots)
+        for _, name in wanted[:count] if self._couriers else ():
+            self._send(name)
+        return count
+
+    def _read_into(self, slots: dict[bytes, tuple[int, int]]) -> None:
+        """Blocks and slots, by name."""
+        began = time.perf_counter()
+        try:
+            blocks, places = zip(*slots.values(), strict=True)
+            self._executor.blocks_out(blocks, places, self._host.memory)
+        except BaseException:
+            for name in slots:
+                self._host.failed(name)
+            raise
+        self._out.note(len(slots) * self._names.block_bytes, time.perf_counter() - began)
+        for name in slots:
             self._host.filled(name)
-            self.num_saved += 1
+        self.num_saved += len(slots)
+
+    def _send(self, name: bytes) -> None:
+        """From the host to the tiers that lack it."""
         for courier in self._couriers if name in self._host else ():
             if not courier.find([name])[0] and not courier.store(name, self._host.pin(name)):
                 self._host.unpin(name)
-        return True
 
     def _is_kept(self, name: bytes) -> bool:
         """By every tier that is to have it."""
@@ -261,32 +333,49 @@ class TierDesk:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._loads or self._to_save)
+        return bool(self._loads or self._to_save or self._asked)
+
+    def rest(self) -> None:
+        """Nothing runs: slow tiers may have the machine."""
+        self._is_busy = False
+        for courier in self._couriers:
+            courier.set_busy(False)
 
     def work(self, step_seconds: float | None) -> bool:
         """Move blocks for a share of the time that the last step took, or for a moment if there was none. Whether any moved."""
         self._is_busy = step_seconds is not None
         limit = time.perf_counter() + (_IDLE_SECONDS if step_seconds is None else step_seconds * BUSY_SHARE)
         for courier in self._couriers:
-            courier.engine_is_busy = self._is_busy
+            courier.set_busy(self._is_busy)
         moved = self._collect()
         for load in list(self._loads.values()):
-            while not load.is_over and self._move(load):
+            while not load.is_over and self._move(load, self._num_until(limit, self._in)):
                 moved = True
                 if time.perf_counter() > limit:
                     return True
         while self._to_save and time.perf_counter() < limit:
-            block, name = self._to_save[0]
-            if self._kv.holds(block, name) and not self._copy_out(block, name):
-                break  # until a slow tier has taken what waits for it
-            self._to_save.popleft()
-            moved = True
-        return moved or any(load.is_over for load in self._loads.values())
+            many = min(self._num_until(limit, self._out), len(self._to_save))
+            wanted = [self._to_save.popleft() for _ in range(many)]
+            held = [(block, name) for block, name in wanted if self._kv.holds(block, name)]
+            count = self._copy_out(held)
+            moved = moved or count > len(held) - len(wanted)
+            if count < len(held):  # until a slow tier has taken what waits for it
+                self._to_save.extendleft(reversed(held[count:]))
+                break
+        return moved or any(load.is_over for load in self._loads.values()) or self._is_answered()
+
+    def _is_answered(self) -> bool:
+        return any(all(look.is_over for look in asked.looks) for asked in self._asked.values())
+
+    def _num_until(self, limit: float, speed: Speed) -> int:
+        """Blocks that can be copied until then; one is always."""
+        each = speed.seconds_for(self._names.block_bytes)
+        return min(max(int((limit - time.perf_counter()) / each), 1), _AT_ONCE) if each else 1
 
     def wait(self, seconds: float) -> None:
         """For a slow tier, when nothing else is to be done."""
         if self._couriers:
-            self._couriers[0].wait(seconds)
+            self._arrived.wait(seconds)
 
     def _collect(self) -> bool:
         done = [task for courier in self._couriers for task in courier.finished()]
@@ -355,4 +444,7 @@ def open_tiers(texts: Seq[str], kv: KVManager, executor: Executor) -> TierDesk |
     if host_bytes < block_bytes:
         raise InvalidRequest("tier", f"host={host_bytes} bytes hold less than one block, {block_bytes} bytes")
     couriers = [Courier(DiskTier(*specs.disk))] if specs.disk is not None else []
-    return TierDesk(kv, executor, HostTier(host_bytes, block_bytes), couriers, is_tier=specs.host_bytes is not None)
+    if specs.remote is not None:
+        couriers.append(Courier(RemoteTier(specs.remote)))
+    memory = executor.host_memory(host_bytes // block_bytes * block_bytes)
+    return TierDesk(kv, executor, HostTier(memory, block_bytes), couriers, is_tier=specs.host_bytes is not None)

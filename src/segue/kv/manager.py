@@ -69,7 +69,7 @@ class KVManager:
         self.leases = Leases(self._pool, block_size, self._emit)
         self._names: BlockNames | None = None
         self._name_of: list[bytes | None] = []  # by block, if there are tiers: what its content is called outside
-        self._save: Callable[[int, bytes], None] | None = None
+        self._save: Callable[[list[tuple[int, bytes]]], None] | None = None
 
     # What there is
 
@@ -94,8 +94,8 @@ class KVManager:
 
     # Other tiers
 
-    def name_blocks(self, names: BlockNames, save: Callable[[int, bytes], None]) -> None:
-        """Give full blocks names that hold outside. `save` is called with a block that is about to be reused, and its name."""
+    def name_blocks(self, names: BlockNames, save: Callable[[list[tuple[int, bytes]]], None]) -> None:
+        """Give full blocks names that hold outside. `save` is called with blocks that are about to be reused, and their names."""
         self._names, self._save = names, save
         self._name_of = [None] * self._pool.num_blocks
 
@@ -155,7 +155,7 @@ class KVManager:
         if consumed is not None:
             self.leases.end(consumed, "continued")
         if own_tail is not None and self._parents[own_tail] is not None:
-            self._evict(own_tail)
+            self._evict([own_tail])
         if tail is not None and own_tail is None:
             return self._copy_tail(table, match, tail, missing, headroom)
         table.blocks.extend(self._allocate(missing))
@@ -230,7 +230,7 @@ class KVManager:
         if (missing or shared) and not self.leases.reclaim(missing + shared, now, table.scope.tenant, below):
             return None
         if first is not None and not shared and self._index.parent[first] is not None:
-            self._evict(first)  # a tail of ours alone: its longer successor will be indexed when it is full
+            self._evict([first])  # a tail of ours alone: its longer successor will be indexed when it is full
         if not (missing or shared):
             return _NOTHING_NEEDED
         copy = None
@@ -388,7 +388,7 @@ class KVManager:
         leases."""
         for scope in self._index.scopes():
             for block in list(self._index.children_of(scope)) if tenant in (None, scope.tenant) else ():
-                self._evict(block, keep=False)
+                self._evict([block], keep=False)
         for table in self._tables:
             table.indexed = table.indexed and (not table.num_committed or tenant not in (None, table.scope.tenant))
         for lease in self.leases:
@@ -407,27 +407,30 @@ class KVManager:
     def _allocate(self, count: int) -> list[int]:
         blocks = self._pool.allocate(count)
         parent = self._index.parent
-        for block in blocks:
-            if parent[block] is not None:
-                self._evict(block)
+        if indexed := [block for block in blocks if parent[block] is not None]:
+            self._evict(indexed)
         return blocks
 
-    def _evict(self, block: int, keep: bool = True) -> None:
+    def _evict(self, blocks: list[int], keep: bool = True) -> None:
         """Descendants go first: a child whose parent's block is rewritten must never be found below the new content. Unless told
         otherwise, other tiers may `keep` what they want of it."""
-        pending = [block]
+        parent, pending = self._index.parent, blocks[::-1]
+        leaving: list[tuple[int, bytes]] = []
         while pending:
             if children := self._index.children_of(pending[-1]):
                 pending.append(children[-1])
                 continue
             gone = pending.pop()
+            if parent[gone] is None:
+                continue  # it went as another's descendant
             if self._observers:
                 self._emit(Removed(gone, self._index.key[gone]))
             if self._names is not None and (name := self._name_of[gone]) is not None:
                 self._name_of[gone] = None
-                if keep and self._save is not None:
-                    self._save(gone, name)
+                leaving.append((gone, name))
             self._index.remove(gone)
+        if leaving and keep and self._save is not None:
+            self._save(leaving)
 
     def _emit(self, event: KVEvent) -> None:
         for observer in self._observers:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from segue.model.batch import Batch
-from segue.model.kv_copies import Place
+from segue.model.kv_copies import KVMoves
 from segue.model.spec import LinearScaling, Llama3Scaling, ModelSpec
 
 
@@ -46,8 +46,8 @@ class Backend(Protocol):
     name: str
     device: torch.device
     kv_dtype: torch.dtype
-    place_kv: Place | None
-    """A faster way to write KV from outside into the blocks, if there is one."""
+    kv_moves: KVMoves | None
+    """Faster ways to copy KV out of and into the blocks, if there are any."""
 
     def matrix(self, weight: Tensor) -> Any:
         """A [out, in] weight in the layout and precision this backend multiplies with."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from segue.model.backend import Layer, Stack, rope_tables
 from segue.model.batch import Batch
-from segue.model.kv_copies import Place
+from segue.model.kv_copies import KVMoves
 from segue.model.native import Kernels, PackedWeight, Storage
 from segue.model.native.layers import LayerStack
 from segue.model.spec import ModelSpec
@@ -27,7 +27,7 @@ class NativeBackend:
     def __init__(self, kernels: Kernels, spec: ModelSpec, storage: Storage, max_tokens: int, max_len: int) -> None:
         self.device = torch.device("cpu")
         self.kv_dtype = torch.bfloat16 if storage == "bf16" else torch.float32
-        self.place_kv: Place | None = kernels.place
+        self.kv_moves: KVMoves | None = kernels
         self._kernels = kernels
         self._num_weights = 0
         self._spec = spec

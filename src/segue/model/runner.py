@@ -24,7 +24,7 @@ class ModelRunner:
         spec, size = decoder.spec, config.block_size
         shape = (spec.num_layers, 2, config.num_blocks, spec.num_kv_heads, size, spec.head_dim)
         self.kv = torch.empty(shape, dtype=backend.kv_dtype, device=backend.device)
-        self._copies = KVCopies(self.kv, backend.place_kv)
+        self._copies = KVCopies(self.kv, backend.kv_moves)
         self.kv_layout = self._copies.layout
         self._decoder = decoder
         blocks = -(-config.max_sequence_len // size)
@@ -47,6 +47,15 @@ class ModelRunner:
 
     def write_kv(self, blocks: Sequence[int], start: int, stop: int, data: memoryview, first: int, last: int) -> None:
         self._copies.write(blocks, start, stop, data, first, last)
+
+    def host_memory(self, num_bytes: int) -> memoryview:
+        return self._copies.host_memory(num_bytes)
+
+    def blocks_out(self, blocks: Sequence[int], slots: Sequence[int], memory: memoryview) -> None:
+        self._copies.blocks_out(blocks, slots, memory)
+
+    def blocks_in(self, blocks: Sequence[int], slots: Sequence[int], memory: memoryview) -> None:
+        self._copies.blocks_in(blocks, slots, memory)
 
     def touch_kv(self, num_bytes: int) -> None:
         """Write to the blocks that are handed out first, while nobody waits: a page's first write is slower than all others."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from segue.model.backend import Layer, Stack, rope_tables
 from segue.model.batch import Batch, Span
-from segue.model.kv_copies import Place
+from segue.model.kv_copies import KVMoves
 from segue.model.spec import ModelSpec
 
 
@@ -23,7 +23,7 @@ class TorchBackend:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_len: int) -> None:
         self.device = device
         self.kv_dtype = dtype
-        self.place_kv: Place | None = None
+        self.kv_moves: KVMoves | None = None
         self._spec = spec
         self._dtype = dtype
         cos, sin = rope_tables(spec, max_len)

@@ -101,6 +101,8 @@ def _known(call: Call | None, job_id: str | None) -> Call:
 
 
 def scarcity(pressure: Pressure) -> float:
-    """How much of the device lies idle with idle memory: all of it if turns wait for memory, none while there is plenty."""
+    """How much of the device lies idle with idle memory: what those that run leave of it if turns wait for memory, none while
+    there is plenty."""
     used = 1.0 - pressure.num_free / pressure.num_blocks if pressure.num_blocks else 0.0
-    return min(max((used - 0.5) * 2.5, 0.0), 1.0) if pressure.num_waiting else max(0.0, used - 0.8) * 2.5
+    short = min(max((used - 0.5) * 2.5, 0.0), 1.0) if pressure.num_waiting else max(0.0, used - 0.8) * 2.5
+    return short * pressure.idle_share

@@ -43,6 +43,7 @@ class Pressure:
     block_size: int = 16
     seconds_per_token: float = 0.0  # to compute one token of a prompt
     queue_seconds: float = 0.0  # that turns which had lost their KV waited of late, on average
+    idle_share: float = 1.0  # of the device, that more turns could use beside those that run
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,7 +292,7 @@ def test_a_child_is_never_found_below_a_rewritten_parent():
     table, _ = run(kv, ids)
     kv.close(table)
     first = table_block = kv.match(kv.open(ids, SCOPE), ids).blocks[0]
-    kv._evict(first)  # out of order: its children must go with it
+    kv._evict([first])  # out of order: its children must go with it
     assert not [block for block in kv._index.indexed_blocks() if block != table_block]
     kv.check()
 

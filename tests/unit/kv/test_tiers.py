@@ -85,15 +85,15 @@ def test_a_pass_over_much_else_leaves_what_is_used():
 
 
 def test_a_slot_is_found_only_when_it_is_full_and_reused_only_when_nobody_reads_it():
-    host = HostTier(2 * BLOCK, BLOCK)
+    host = HostTier(memoryview(bytearray(2 * BLOCK)), BLOCK)
     slot = host.begin(name_of(1))
     assert host.is_known(name_of(1)) and name_of(1) not in host
-    slot[:] = content_of(1)
+    host.view(slot)[:] = content_of(1)
     host.filled(name_of(1))
-    assert host.read(name_of(1)) == content_of(1)
+    assert host.view(host.use(name_of(1))) == content_of(1)
     host.pin(name_of(1))
     for number in (2, 3):
-        host.begin(name_of(number))[:] = content_of(number)
+        host.view(host.begin(name_of(number)))[:] = content_of(number)
         host.filled(name_of(number))
     assert name_of(1) in host and name_of(3) in host and name_of(2) not in host
     other = host.begin(name_of(4))
@@ -103,8 +103,8 @@ def test_a_slot_is_found_only_when_it_is_full_and_reused_only_when_nobody_reads_
 
 
 def test_what_is_dropped_while_it_is_read_goes_with_its_reader():
-    host = HostTier(2 * BLOCK, BLOCK)
-    host.begin(name_of(1))[:] = content_of(1)
+    host = HostTier(memoryview(bytearray(2 * BLOCK)), BLOCK)
+    host.view(host.begin(name_of(1)))[:] = content_of(1)
     host.filled(name_of(1))
     held = host.pin(name_of(1))
     assert host.drop(bytes(8)) == 1 and name_of(1) not in host and host.begin(name_of(1)) is None

@@ -1,4 +1,4 @@
-"""A tier that takes its time, in a thread of its own: blocks go out and come in while the engine steps.
+"""A tier that takes its time, in threads of its own: blocks go out and come in while the engine steps.
 
 It never holds anybody up. Stores wait in a bounded queue, and what does not fit is not stored; a load that fails, or takes too
 long, is a miss. A tier that fails again and again is left alone for a while, longer each time.
@@ -21,21 +21,25 @@ _log = logging.getLogger(__name__)
 _MOST_FAILURES = 3  # in a row
 _SHORTEST_BREAK, _LONGEST_BREAK = 1.0, 60.0  # seconds
 _FADE = 0.2
-_COLD_BLOCKS = 4
+_COLD_BLOCKS = 4  # or calls that move several
+_NUM_THREADS = 2  # one waits for a file's folder or a reply while the other moves bytes
 _REST = 3.0  # while the engine steps: so many times what a block took, so that a core is not lost to it
 
 
 class SlowTier(Protocol):
-    """What a courier needs of a tier. All but `find` and the sizes are called in the courier's thread alone; a method may raise
-    OSError or `TierError`, and must end within a bounded time."""
+    """What a courier needs of a tier. `find` and the sizes only look at what this process knows; `store`, `load` and `look` may
+    run in several threads at once, the others alone. A method may raise OSError or `TierError`, and must end within a bounded
+    time."""
 
     kind: str
+    is_shared: bool  # others store there too, and only `look` tells what; `find` knows it from then on
     num_bytes: int | None  # at most; None: as much as there is room for
 
     def __len__(self) -> int: ...
     @property
     def size_bytes(self) -> int: ...
     def find(self, names: list[bytes]) -> list[bool]: ...
+    def look(self, names: list[bytes]) -> None: ...
     def store(self, name: bytes, block: memoryview) -> None: ...
     def load(self, name: bytes, out: memoryview) -> bool: ...
     def drop(self, tenant: bytes | None = None) -> int: ...
@@ -61,17 +65,22 @@ class Counts:
 class Speed:
     """Bytes a second, of late; 0 until there is something to go by. The first blocks do not count: they wake what is asleep."""
 
-    bytes_per_second: float = 0.0
-    num_noted: int = 0
+    _bytes: float = 0.0  # both faded alike, so that what moved much counts for more
+    _seconds: float = 0.0
+    _num_noted: int = 0
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self._bytes / self._seconds if self._seconds else 0.0
 
     def note(self, num_bytes: int, seconds: float) -> None:
-        self.num_noted += 1
-        if seconds > 0 and self.num_noted > _COLD_BLOCKS:
-            now = num_bytes / seconds
-            self.bytes_per_second += (now - self.bytes_per_second) * (_FADE if self.bytes_per_second else 1.0)
+        self._num_noted += 1
+        if seconds > 0 and self._num_noted > _COLD_BLOCKS:
+            self._bytes += num_bytes - self._bytes * _FADE
+            self._seconds += seconds - self._seconds * _FADE
 
     def seconds_for(self, num_bytes: int) -> float:
-        return num_bytes / self.bytes_per_second if self.bytes_per_second else 0.0
+        return num_bytes * self._seconds / self._bytes if self._bytes else 0.0
 
 
 @dataclass(slots=True)
@@ -109,24 +118,37 @@ class Task:
     ok: bool = False
 
 
+@dataclass(slots=True)
+class Look:
+    """Names that are being looked for. When it `is_over`, `find` knows."""
+
+    names: list[bytes]
+    is_over: bool = False
+
+
 class Courier:
     def __init__(self, tier: SlowTier, most_stores: int = 256) -> None:
         self.tier = tier
         self.counts = Counts()
         self.store_speed, self.load_speed = Speed(), Speed()
         self.breaker = Breaker()
-        self.engine_is_busy = False
+        self._engine_is_busy = False
         self._most_stores = most_stores
         self._stores: deque[Task] = deque()
         self._loads: deque[Task] = deque()
+        self._looks: deque[Look] = deque()
         self._verbs: deque[Callable[[], None]] = deque()
         self._done: deque[Task] = deque()
         self._wake = threading.Condition()
-        self._arrived = threading.Event()
-        self._is_working = False
+        self.arrived = threading.Event()  # something was carried out; couriers may share it
+        self._num_working = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"segue-{tier.kind}", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=[number], name=f"segue-{tier.kind}-{number}", daemon=True)
+            for number in range(_NUM_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     # For the engine's thread
 
@@ -144,9 +166,23 @@ class Courier:
     def load(self, name: bytes, out: memoryview) -> None:
         self._enqueue(self._loads, Task(name, out, False))
 
+    def look(self, names: list[bytes]) -> Look:
+        """Ask a tier that is shared."""
+        look = Look(names, is_over=self.breaker.is_open)
+        if not look.is_over:
+            self._enqueue(self._looks, look)
+        return look
+
+    def set_busy(self, engine_is_busy: bool) -> None:
+        """While the engine steps, one thread alone stores, and rests between blocks."""
+        if engine_is_busy != self._engine_is_busy:
+            with self._wake:
+                self._engine_is_busy = engine_is_busy
+                self._wake.notify_all()
+
     def finished(self) -> list[Task]:
         """What has been carried out since the last call."""
-        self._arrived.clear()
+        self.arrived.clear()
         done = []
         while self._done:
             done.append(self._done.popleft())
@@ -155,14 +191,14 @@ class Courier:
     @property
     def has_work(self) -> bool:
         with self._wake:
-            return bool(self._stores or self._loads or self._verbs or self._is_working or self._done)
+            return bool(self._stores or self._loads or self._verbs or self._num_working or self._done)
 
     def wait(self, seconds: float) -> None:
         """Until something has been carried out, and at most so long."""
-        self._arrived.wait(seconds)
+        self.arrived.wait(seconds)
 
     def ask(self, verb: Callable[[], object]) -> object:
-        """Run `verb` in the tier's thread, and wait for it."""
+        """Run `verb` in one of the tier's threads while the others rest, and wait for it."""
         outcome: list[object] = []
         ended = threading.Event()
 
@@ -177,7 +213,7 @@ class Courier:
             if self._closed:
                 raise TierError(f"the {self.tier.kind} tier is closed")
             self._verbs.append(run)
-            self._wake.notify()
+            self._wake.notify_all()
         ended.wait()
         if isinstance(outcome[0], OSError):
             raise TierError(f"{self.tier.kind}: {outcome[0]}") from outcome[0]
@@ -216,7 +252,7 @@ class Courier:
     def close(self, seconds: float) -> None:
         """Let the stores that wait be carried out, for at most so long."""
         deadline = time.monotonic() + seconds
-        self.engine_is_busy = False
+        self.set_busy(False)
         while self.has_work and time.monotonic() < deadline and not self.breaker.is_open:
             self.finished()
             self.wait(0.01)
@@ -224,38 +260,61 @@ class Courier:
             self._closed = True
             self._stores.clear()
             self._loads.clear()
-            self._wake.notify()
-        self._thread.join(max(deadline - time.monotonic(), 0.0) + 1.0)
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0) + 1.0)
 
-    def _enqueue(self, queue: deque[Task], task: Task) -> None:
+    def _enqueue(self, queue: deque[Any], task: Task | Look) -> None:
         with self._wake:
             queue.append(task)
-            self._wake.notify()
+            self._wake.notify_all()
 
-    # In the tier's own thread
+    # In the tier's own threads
 
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                self._is_working = False
-                while not (self._loads or self._stores or self._verbs or self._closed):
-                    self._wake.wait()
-                if self._closed and not self._verbs:
-                    return
-                self._is_working = True
-                verb = self._verbs.popleft() if self._verbs else None
-                task = None if verb else self._loads.popleft() if self._loads else self._stores.popleft()
-            if verb is not None:
-                verb()
-                continue
-            assert task is not None
+    def _run(self, number: int) -> None:
+        while (work := self._next(number)) is not None:
             began = time.monotonic()
-            self._carry_out(task)
+            if isinstance(work, Task):
+                self._carry_out(work)
+                self._done.append(work)
+            elif isinstance(work, Look):
+                self._look(work)
+            else:
+                work()
+            self.arrived.set()
             took = time.monotonic() - began
-            self._done.append(task)
-            self._arrived.set()
-            if task.is_store and self.engine_is_busy:
+            with self._wake:
+                self._num_working -= 1
+                if self._verbs:
+                    self._wake.notify_all()
+            if isinstance(work, Task) and work.is_store and self._engine_is_busy:
                 time.sleep(min(took * _REST, 0.25))
+
+    def _next(self, number: int) -> Task | Look | Callable[[], None] | None:
+        """What this thread is to do; None when all is over."""
+        with self._wake:
+            while True:
+                if self._verbs:
+                    if not self._num_working:
+                        self._num_working += 1
+                        return self._verbs.popleft()
+                elif self._closed:
+                    return None
+                else:
+                    for queue in (self._looks, self._loads, self._stores):
+                        if queue and (queue is not self._stores or number == 0 or not self._engine_is_busy):
+                            self._num_working += 1
+                            return queue.popleft()
+                self._wake.wait()
+
+    def _look(self, look: Look) -> None:
+        try:
+            if not self.breaker.is_open:
+                self.tier.look(look.names)
+                self.breaker.succeeded()
+        except Exception as error:
+            self._failed(error)
+        look.is_over = True
 
     def _carry_out(self, task: Task) -> None:
         counts, size = self.counts, len(task.buffer)
@@ -275,10 +334,7 @@ class Courier:
             _log.warning("%s: %s", self.tier.kind, error)
             return
         except Exception as error:
-            counts.errors += 1
-            if self.breaker.failed():
-                counts.breaks += 1
-                _log.warning("the %s tier is left alone for %.0f s: %s", self.tier.kind, self.breaker.pause / 2, error)
+            self._failed(error)
             return
         self.breaker.succeeded()
         if task.is_store:
@@ -291,3 +347,9 @@ class Courier:
             self.load_speed.note(size, time.monotonic() - began)
         else:
             counts.missed += 1
+
+    def _failed(self, error: Exception) -> None:
+        self.counts.errors += 1
+        if self.breaker.failed():
+            self.counts.breaks += 1
+            _log.warning("the %s tier is left alone for %.0f s: %s", self.tier.kind, self.breaker.pause / 2, error)

@@ -11,7 +11,9 @@ deleted. Several engines may use one folder: each learns of the others' files wh
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,16 +32,19 @@ _RESCAN_SECONDS = 60.0
 
 
 class DiskTier:
-    """For one thread at a time, but `find` and `__len__`, which only look."""
+    """`store` and `load` may run in several threads at once, the rest alone; `find` and `__len__` only look."""
 
     kind = "disk"
+    is_shared = False
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self.folder = folder
         self.num_bytes: int | None = num_bytes
         self._capacity = num_bytes
         self._order = Replacement(num_bytes)
-        self._num_written = 0
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # for the order, not for files
+        self._size_coming = 0  # of blocks that are being written
         self._scanned_at = 0.0
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -57,15 +62,29 @@ class DiskTier:
     def find(self, names: list[bytes]) -> list[bool]:
         return [name in self._order for name in names]
 
+    def look(self, names: list[bytes]) -> None:
+        """What others write is found by `scan`."""
+
     def store(self, name: bytes, block: memoryview) -> None:
         """Raises OSError if it cannot be written; then nothing is left of it."""
         size = _TAIL + len(block)
         if name in self._order or size > self._capacity:
             return
-        self._make_room(size)
+        with self._lock:
+            self._make_room(size + self._size_coming)
+            self._size_coming += size
+        try:
+            self._write(name, block)
+        finally:
+            with self._lock:
+                self._size_coming -= size
+        with self._lock:
+            if name not in self._order:
+                self._order.add(name, size)
+
+    def _write(self, name: bytes, block: memoryview) -> None:
         path = self._path(name)
-        self._num_written += 1
-        part = f"{os.path.dirname(path)}/{os.getpid()}-{self._num_written}{_UNFINISHED}"
+        part = f"{os.path.dirname(path)}/{os.getpid()}-{next(self._numbers)}{_UNFINISHED}"
         try:
             descriptor = _create(part)
             try:
@@ -77,7 +96,6 @@ class DiskTier:
             with contextlib.suppress(OSError):
                 os.unlink(part)
             raise
-        self._order.add(name, size)
 
     def load(self, name: bytes, out: memoryview) -> bool:
         """Fill `out`. False if it is not there; `TierError` if what is there is not what was stored, which is deleted."""
@@ -94,8 +112,9 @@ class DiskTier:
         if not whole:
             self.delete(name)
             raise TierError(f"{self._path(name)} is damaged; it was deleted")
-        if name in self._order:
-            self._order.use(name)
+        with self._lock:
+            if name in self._order:
+                self._order.use(name)
         return True
 
     def delete(self, name: bytes) -> None:
@@ -160,8 +179,9 @@ class DiskTier:
                 os.unlink(self._path(gone))
 
     def _forget(self, name: bytes) -> None:
-        if name in self._order:
-            self._order.remove(name)
+        with self._lock:
+            if name in self._order:
+                self._order.remove(name)
 
     def _path(self, name: bytes) -> str:
         digest = name[TENANT_BYTES:].hex()

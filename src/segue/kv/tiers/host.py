@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections import Counter
 
 from segue.kv.tiers.names import TENANT_BYTES
@@ -13,14 +12,12 @@ class HostTier:
     """Slots of one block each. A slot that is being filled, or read by another tier, is pinned: it is neither found nor reused
     before it is filled, nor reused while it is read. For one thread at a time."""
 
-    def __init__(self, num_bytes: int, block_bytes: int, memory: memoryview | None = None) -> None:
-        """`memory`, if given, is used for the slots: page-locked, say."""
+    def __init__(self, memory: memoryview, block_bytes: int) -> None:
+        self.memory = memory
         self.block_bytes = block_bytes
-        self.num_slots = num_bytes // block_bytes
+        self.num_slots = len(memory) // block_bytes
         if self.num_slots < 1:
-            raise ValueError(f"{num_bytes} bytes hold no block of {block_bytes}")
-        size = self.num_slots * block_bytes
-        self._memory = memory if memory is not None else memoryview(mmap.mmap(-1, size))
+            raise ValueError(f"{len(memory)} bytes hold no block of {block_bytes}")
         self._order = Replacement(self.num_slots)
         self._slot_of: dict[bytes, int] = {}
         self._free = list(range(self.num_slots - 1, -1, -1))
@@ -39,11 +36,12 @@ class HostTier:
         """Here, or on its way."""
         return name in self._slot_of and name not in self._dropped
 
-    def read(self, name: bytes) -> memoryview:
+    def use(self, name: bytes) -> int:
+        """The slot to read it from."""
         self._order.use(name)
-        return self._view(name)
+        return self._slot_of[name]
 
-    def begin(self, name: bytes) -> memoryview | None:
+    def begin(self, name: bytes) -> int | None:
         """A slot to fill for a name that is not known; None if there is none to be had. `filled` or `failed` ends it."""
         if name in self._slot_of:
             return None  # dropped, and still read by somebody
@@ -55,8 +53,8 @@ class HostTier:
         self._slot_of[name] = self._free.pop()
         self._order.add(name, 1)
         self._filling.add(name)
-        self.pin(name)
-        return self._view(name)
+        self._pins[name] += 1
+        return self._slot_of[name]
 
     def filled(self, name: bytes) -> None:
         self._filling.discard(name)
@@ -68,9 +66,13 @@ class HostTier:
         self._dropped.add(name)
         self.unpin(name)
 
+    def view(self, slot: int) -> memoryview:
+        at = slot * self.block_bytes
+        return self.memory[at : at + self.block_bytes]
+
     def pin(self, name: bytes) -> memoryview:
         self._pins[name] += 1
-        return self._view(name)
+        return self.view(self._slot_of[name])
 
     def unpin(self, name: bytes) -> None:
         self._pins[name] -= 1
@@ -93,7 +95,3 @@ class HostTier:
         self._dropped.discard(name)
         self._order.remove(name)
         self._free.append(self._slot_of.pop(name))
-
-    def _view(self, name: bytes) -> memoryview:
-        at = self._slot_of[name] * self.block_bytes
-        return self._memory[at : at + self.block_bytes]

@@ -11,7 +11,7 @@ CPU is taken for granted: a call of a few microseconds cannot afford to ask ever
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -86,6 +86,8 @@ class Kernels:
         self._gated = _bind(free.segue_gated, "pppipnnni")
         self._attention = _bind(free.segue_attention, "pppipnppnnnnnfnpi")
         self._place = _bind(free.segue_place, "pppnnnnnnnnn")
+        self._blocks_out = _bind(free.segue_blocks_out, "ppppnnnn")
+        self._blocks_in = _bind(free.segue_blocks_in, "ppppnnnn")
         self.run_layers = _bind(free.segue_layers, "pnp")  # for `layers.LayerStack`
         self._rms_norm = _bind(locked.segue_rms_norm, "ppfpnni")
         self._add_rms_norm = _bind(locked.segue_add_rms_norm, "pppfpnni")
@@ -341,6 +343,38 @@ class Kernels:
         )
         return out
 
+    def blocks_out(self, kv: Tensor, blocks: Sequence[int], slots: Sequence[int], memory: memoryview) -> None:
+        """Copies whole blocks of `kv` [layers, 2, blocks, heads, block_size, D], each to its slot of `memory`, where a block is
+        [layers, 2, heads, block_size, D]. In the calling thread."""
+        self._move_blocks(self._blocks_out, kv, blocks, slots, memory, to_kv=False)
+
+    def blocks_in(self, kv: Tensor, blocks: Sequence[int], slots: Sequence[int], memory: memoryview) -> None:
+        """The other way round."""
+        self._move_blocks(self._blocks_in, kv, blocks, slots, memory, to_kv=True)
+
+    def _move_blocks(
+        self,
+        move: Callable[..., None],
+        kv: Tensor,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        memory: memoryview,
+        *,
+        to_kv: bool,
+    ) -> None:
+        layers, two, num_blocks, heads, size, dim = kv.shape
+        planes, run = layers * two, heads * size * dim * kv.itemsize
+        held = np.frombuffer(memory, np.uint8)
+        address = held.ctypes.data
+        if not kv.is_contiguous() or kv.data_ptr() % 16 or address % 16 or run % 16:
+            raise ValueError(f"kv must be contiguous, with blocks of a multiple of 16 bytes, not {list(kv.shape)}")
+        ids, at = np.array(blocks, np.int32), np.array(slots, np.int64)
+        num_slots = len(held) // (planes * run)
+        if len(ids) != len(at) or not _below(ids, num_blocks) or not _below(at, num_slots):
+            raise ValueError(f"{len(ids)} blocks below {num_blocks} and as many slots below {num_slots} are needed")
+        source, target = (address, kv.data_ptr()) if to_kv else (kv.data_ptr(), address)
+        move(source, target, ids.ctypes.data, at.ctypes.data, len(ids), planes, num_blocks, run)
+
     def place(
         self, kv: Tensor, data: memoryview, blocks: Sequence[int], start: int, stop: int, first: int, last: int
     ) -> None:
@@ -353,7 +387,7 @@ class Kernels:
         if len(data) != layers * two * heads * (stop - start) * row or not start <= first <= last <= stop:
             raise ValueError(f"{len(data)} bytes are not the KV of tokens {start} to {stop} with {first} to {last}")
         ids = np.array(blocks[:count], np.int32)
-        if len(ids) < count or (count and not 0 <= ids.min() <= ids.max() < num_blocks):
+        if len(ids) < count or not _below(ids, num_blocks):
             raise ValueError(f"{count} blocks below {num_blocks} are needed")
         source = np.frombuffer(data, np.uint8)
         self._place(
@@ -377,6 +411,10 @@ def _bind(function: ctypes._NamedFuncPointer, signature: str) -> ctypes._NamedFu
     function.argtypes = [_KINDS[letter] for letter in signature]
     function.restype = None
     return function
+
+
+def _below(numbers: np.ndarray[Any, Any], limit: int) -> bool:
+    return not len(numbers) or 0 <= int(numbers.min()) <= int(numbers.max()) < limit
 
 
 def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:

@@ -33,6 +33,34 @@ void finish_stores() {
 
 using namespace segue;
 
+namespace {
+
+// A block's part of every plane is one run of `run` bytes; in a slot the planes' runs lie end to end.
+template <typename Move>
+void each_run(const int32_t* blocks, const int64_t* slots, int64_t count, int64_t planes, int64_t num_blocks,
+              int64_t run, Move move) {
+    for (int64_t i = 0; i < count; ++i)
+        for (int64_t plane = 0; plane < planes; ++plane)
+            move((plane * num_blocks + blocks[i]) * run, (slots[i] * planes + plane) * run);
+    finish_stores();
+}
+
+}  // namespace
+
+// Whole blocks of `kv` [planes, num_blocks, run] to slots of `memory` [slots, planes, run].
+SEGUE_API void segue_blocks_out(const char* kv, char* memory, const int32_t* blocks, const int64_t* slots,
+                                int64_t count, int64_t planes, int64_t num_blocks, int64_t run) {
+    each_run(blocks, slots, count, planes, num_blocks, run,
+             [&](int64_t block, int64_t slot) { store_past_cache(kv + block, memory + slot, run); });
+}
+
+// The other way round.
+SEGUE_API void segue_blocks_in(const char* memory, char* kv, const int32_t* blocks, const int64_t* slots, int64_t count,
+                               int64_t planes, int64_t num_blocks, int64_t run) {
+    each_run(blocks, slots, count, planes, num_blocks, run,
+             [&](int64_t block, int64_t slot) { store_past_cache(memory + slot, kv + block, run); });
+}
+
 // `chunk` [planes, heads, chunk_tokens, row] holds tokens from `start` on; those from `first` to `last` go to
 // `kv` [planes, num_blocks, heads, block_size, row], token t to block blocks[t / block_size].
 SEGUE_API void segue_place(const char* chunk, char* kv, const int32_t* blocks, int64_t planes, int64_t heads,
