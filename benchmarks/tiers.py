@@ -1,15 +1,19 @@
 """What other tiers cost and bring: SmolLM2 on this machine.
 
-    python benchmarks/tiers.py [--only copies|resume|steps] [--folder DIR] [--rounds N]
+    python benchmarks/tiers.py [--only copies|remote|resume|steps] [--folder DIR] [--rounds N]
 
 Copies are compared with the same bytes moved plainly: a memcpy, and a file written and read in one piece in the same folder,
-from and to the page cache as ours are. A resume is a request whose prompt of 2,900 tokens is in the tier and not on the device.
+from and to the page cache as ours are; those to and from a remote tier with what `redis-benchmark` moves in values of the same
+size, by its 50 connections, to and from as many keys of a server that this script starts. A resume is a request whose prompt of
+2,900 tokens is in the tier and not on the device.
 """
 
 from __future__ import annotations
 
 import argparse
+import socket
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,9 +23,10 @@ from pathlib import Path
 import numpy as np
 
 from segue import Engine, SamplingParams
-from segue.kv.tiers import Courier, DiskTier
+from segue.kv.tiers import Courier, DiskTier, RemoteTier
 
 NUM_TOKENS = 2900
+BLOCK_BYTES = 30 * 2 * 3 * 16 * 64 * 4  # of SmolLM2, in fp32: layers, K and V, heads, tokens, a head's values
 ONE = SamplingParams(max_tokens=1, temperature=0)
 
 
@@ -62,17 +67,7 @@ def _files(folder: Path, names: list[bytes], views: list[memoryview], rounds: in
     taken: dict[str, list[float]] = {"store": [], "load": [], "write": [], "read": []}
     for _ in range(rounds):
         courier = Courier(DiskTier(folder / "blocks", 8 << 30), most_stores=len(names))
-
-        def run(begin: Callable[[], object], courier: Courier = courier) -> None:
-            begin()
-            left = len(names)
-            while left:
-                courier.wait(1.0)
-                left -= len(courier.finished())
-
-        pairs = list(zip(names, views, strict=True))
-        taken["store"].append(seconds(lambda: run(lambda: [courier.store(name, view) for name, view in pairs])))
-        taken["load"].append(seconds(lambda: run(lambda: [courier.load(name, view) for name, view in pairs])))
+        _carry(courier, list(zip(names, views, strict=True)), taken)
         taken["write"].append(seconds(lambda: _write(whole, data)))
         taken["read"].append(seconds(lambda: _read(whole, target)))
         whole.unlink()
@@ -82,6 +77,54 @@ def _files(folder: Path, names: list[bytes], views: list[memoryview], rounds: in
     for title, own, plain in (("to disk", "store", "write"), ("from disk", "load", "read")):
         share = statistics.median(p / o for p, o in zip(taken[plain], taken[own], strict=True))
         print(f"  {title:16}{len(data) / statistics.median(taken[own]) / 1e9:6.1f} GB/s  {share:.0%}")
+
+
+def _carry(courier: Courier, blocks: list[tuple[bytes, memoryview]], taken: dict[str, list[float]]) -> None:
+    """All of them there, and all of them back."""
+
+    def run(begin: Callable[[bytes, memoryview], object]) -> None:
+        for name, view in blocks:
+            begin(name, view)
+        left = len(blocks)
+        while left:
+            courier.wait(1.0)
+            done = courier.finished()
+            assert all(task.ok for task in done)
+            left -= len(done)
+
+    taken["store"].append(seconds(lambda: run(courier.store)))
+    taken["load"].append(seconds(lambda: run(courier.load)))
+
+
+def remote(folder: Path, rounds: int) -> None:
+    size, count = BLOCK_BYTES, NUM_TOKENS // 16
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    options = ["--port", port, "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    server = subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL)
+    try:
+        time.sleep(1.0)
+        names = [bytes(8) + blake2b(bytes([number]), digest_size=24).digest() for number in range(count)]
+        blocks = [(name, memoryview(bytearray(np.random.default_rng(0).bytes(size)))) for name in names]
+        taken: dict[str, list[float]] = {"store": [], "load": []}
+        plain: dict[str, list[float]] = {"store": [], "load": []}
+        for _ in range(rounds):
+            courier = Courier(RemoteTier(f"redis://127.0.0.1:{port}/0"), most_stores=count)
+            _carry(courier, blocks, taken)
+            courier.close(5.0)
+            command = ["redis-benchmark", "-p", port, "-d", str(size), "-n", str(4 * count), "-r", str(count)]
+            command += ["-t", "set,get", "--csv"]
+            told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-2:]
+            for verb, line in zip(("store", "load"), told, strict=True):
+                plain[verb].append(count / float(line.split(",")[1].strip('"')))
+        print(f"remote, {count * size / 1e6:.0f} MB in {count} blocks, of redis-benchmark's speed:")
+        for verb, title in (("store", "there"), ("load", "back")):
+            share = statistics.median(p / o for p, o in zip(plain[verb], taken[verb], strict=True))
+            print(f"  {title:16}{count * size / statistics.median(taken[verb]) / 1e9:6.2f} GB/s  {share:.0%}")
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -127,9 +170,14 @@ def resume(folder: Path, rounds: int) -> None:
         )
 
 
-def steps(rounds: int) -> None:
-    """Decoding while a gigabyte moves: other requests' KV goes out to the host, and comes back from it."""
-    with Engine("smollm2", num_blocks=1600, max_running=8, tiers=["host=3GiB"]) as engine:
+def steps(folder: Path) -> None:
+    _steps("the host", ["host=3GiB"])
+    _steps("the host and to disk", ["host=3GiB", f"disk={folder / 'steps'},8GiB"])
+
+
+def _steps(title: str, tiers: list[str]) -> None:
+    """Decoding while a gigabyte moves: other requests' KV goes out."""
+    with Engine("smollm2", num_blocks=1600, max_running=8, tiers=tiers) as engine:
         long = SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
         engine.submit(list(range(1000, 1100)), long)
         for _ in range(20):
@@ -141,12 +189,14 @@ def steps(rounds: int) -> None:
         engine.kv.holds = lambda block, name: True  # type: ignore[method-assign]
         desk._to_save.extend(moves)
         busy = []
-        while desk._to_save:
+        while desk._to_save or any(courier._stores for courier in desk._couriers):
+            if len(busy) == 1500:
+                break
             busy.append(seconds(engine.step))
         busy.sort()
         p99 = [taken[int(len(taken) * 0.99)] * 1e3 for taken in (idle, busy)]
         print(
-            f"a decode step, p99: {p99[0]:.1f} ms alone, {p99[1]:.1f} ms while 1 GiB goes to the host "
+            f"a decode step, p99: {p99[0]:.1f} ms alone, {p99[1]:.1f} ms while 1 GiB goes to {title} "
             f"in {len(busy)} steps: {p99[1] / p99[0]:.2f}x (goal 1.25x); medians "
             f"{statistics.median(idle) * 1e3:.1f} and {statistics.median(busy) * 1e3:.1f} ms"
         )
@@ -154,17 +204,19 @@ def steps(rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["copies", "resume", "steps"])
+    parser.add_argument("--only", choices=["copies", "remote", "resume", "steps"])
     parser.add_argument("--folder", type=Path, help="for files; default: a temporary one")
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         if given.only in (None, "copies"):
             copies(Path(folder), given.rounds)
+        if given.only in (None, "remote"):
+            remote(Path(folder), given.rounds)
         if given.only in (None, "resume"):
             resume(Path(folder), given.rounds)
         if given.only in (None, "steps"):
-            steps(given.rounds)
+            steps(Path(folder))
 
 
 if __name__ == "__main__":

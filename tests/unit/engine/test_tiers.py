@@ -125,9 +125,9 @@ class Gated:
     def __getattr__(self, name):
         return getattr(self.tier, name)
 
-    def load(self, name, out):
+    def load_all(self, blocks):
         assert self.gate.wait(20)
-        return self.tier.load(name, out)
+        return self.tier.load_all(blocks)
 
 
 def test_a_request_that_waits_for_a_slow_tier_holds_nobody_up(tmp_path):

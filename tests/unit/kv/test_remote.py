@@ -34,14 +34,16 @@ def content_of(number):
 
 def stored(server, numbers, tenant=0):
     tier = RemoteTier(server.url)
-    for number in numbers:
-        tier.store(name_of(number, tenant), memoryview(content_of(number)))
+    tier.store_all([(name_of(number, tenant), memoryview(content_of(number))) for number in numbers])
     return tier
 
 
 def loaded(tier, number, tenant=0):
     out = bytearray(BLOCK)
-    return bytes(out) if tier.load(name_of(number, tenant), memoryview(out)) else None
+    [outcome] = tier.load_all([(name_of(number, tenant), memoryview(out))])
+    if isinstance(outcome, TierError):
+        raise outcome
+    return bytes(out) if outcome else None
 
 
 def test_another_engine_finds_what_was_stored(server, client):
@@ -52,7 +54,7 @@ def test_another_engine_finds_what_was_stored(server, client):
     other.look(names)
     assert other.find(names) == [True] * 5 + [False] * 2
     assert [loaded(other, number) for number in range(5)] == [content_of(number) for number in range(5)]
-    assert loaded(other, 5) is None and len(other) == 5 and other.size_bytes == 5 * (BLOCK + 16)
+    assert loaded(other, 5) is None and len(other) == 5 and other.size_bytes == 5 * BLOCK
 
 
 def test_what_the_server_gave_up_is_a_miss(server, client):
@@ -63,27 +65,44 @@ def test_what_the_server_gave_up_is_a_miss(server, client):
     assert tier.find([name_of(1)]) == [False] and tier.size_bytes == 0
 
 
-@pytest.mark.parametrize("damage", ["a bit", "cut short", "longer", "empty", "another block"])
+@pytest.mark.parametrize("damage", ["a bit", "cut short", "longer", "empty", "another block", "another digest"])
 def test_what_is_not_what_was_stored_is_never_loaded(server, client, damage):
     tier = stored(server, [1, 2])
-    [key] = [key for key in client.scan_iter() if key.endswith(b"1")]
-    value = bytearray(client.get(key))
-    if damage == "a bit":
-        value[100] ^= 4
-    elif damage == "another block":
-        value = client.get(key[:-1] + b"2")
+    one, other = sorted(client.scan_iter("*:kv"))
+    value = bytearray(client.get(one))
+    flipped = bytearray(value)
+    flipped[100] ^= 4
+    changed = {"a bit": flipped, "cut short": value[:-1], "longer": value + b"x", "empty": b""}
+    if damage == "another digest":
+        client.set(one[:-2] + b"sum", client.get(other[:-2] + b"sum"))
     else:
-        value = {"cut short": value[:-1], "longer": value + b"x", "empty": b""}[damage]
-    client.set(key, bytes(value))
+        client.set(one, bytes(changed.get(damage, client.get(other))))
     with pytest.raises(TierError, match="damaged"):
         loaded(tier, 1)
     assert loaded(tier, 1) is None and loaded(tier, 2) == content_of(2)
 
 
+@pytest.mark.parametrize("part", [b":kv", b":sum"])
+def test_one_half_without_the_other_is_a_miss(server, client, part):
+    tier = stored(server, [1])
+    [key] = [key for key in client.scan_iter() if key.endswith(part)]
+    client.delete(key)
+    assert loaded(tier, 1) is None
+    tier.store_all([(name_of(1), memoryview(content_of(1)))])
+    assert loaded(tier, 1) == content_of(1)
+
+
+def test_something_else_under_its_name_is_a_miss(server, client):
+    tier = stored(server, [1])
+    [key] = client.scan_iter("*:kv")
+    client.delete(key)
+    client.hset(key, "kv", content_of(1))
+    assert loaded(tier, 1) is None
+
+
 def test_verify_counts_and_deletes(server, client):
     tier = stored(server, range(4))
-    key = client.keys()[0]
-    client.setrange(key, 7, b"!")
+    client.set(next(client.scan_iter("*:kv")), b"!" * BLOCK)
     assert tier.verify() == (3, 1) and tier.verify() == (3, 0)
 
 

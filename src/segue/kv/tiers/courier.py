@@ -27,11 +27,12 @@ _REST = 3.0  # while the engine steps: so many times what a block took, so that 
 
 
 class SlowTier(Protocol):
-    """What a courier needs of a tier. `find` and the sizes only look at what this process knows; `store`, `load` and `look` may
-    run in several threads at once, the others alone. A method may raise OSError or `TierError`, and must end within a bounded
-    time."""
+    """What a courier needs of a tier. `find` and the sizes only look at what this process knows; `store_all`, `load_all` and
+    `look` may run in several threads at once, the others alone. A method may raise OSError, and must end within a bounded time.
+    """
 
     kind: str
+    most_at_once: int  # blocks that are sooner there together than one by one
     is_shared: bool  # others store there too, and only `look` tells what; `find` knows it from then on
     num_bytes: int | None  # at most; None: as much as there is room for
 
@@ -40,8 +41,8 @@ class SlowTier(Protocol):
     def size_bytes(self) -> int: ...
     def find(self, names: list[bytes]) -> list[bool]: ...
     def look(self, names: list[bytes]) -> None: ...
-    def store(self, name: bytes, block: memoryview) -> None: ...
-    def load(self, name: bytes, out: memoryview) -> bool: ...
+    def store_all(self, blocks: list[tuple[bytes, memoryview]]) -> None: ...
+    def load_all(self, blocks: list[tuple[bytes, memoryview]]) -> list[bool | TierError]: ...
     def drop(self, tenant: bytes | None = None) -> int: ...
     def verify(self) -> tuple[int, int]: ...
 
@@ -274,9 +275,9 @@ class Courier:
     def _run(self, number: int) -> None:
         while (work := self._next(number)) is not None:
             began = time.monotonic()
-            if isinstance(work, Task):
+            if isinstance(work, list):
                 self._carry_out(work)
-                self._done.append(work)
+                self._done.extend(work)
             elif isinstance(work, Look):
                 self._look(work)
             else:
@@ -287,10 +288,10 @@ class Courier:
                 self._num_working -= 1
                 if self._verbs:
                     self._wake.notify_all()
-            if isinstance(work, Task) and work.is_store and self._engine_is_busy:
+            if isinstance(work, list) and work[0].is_store and self._engine_is_busy:
                 time.sleep(min(took * _REST, 0.25))
 
-    def _next(self, number: int) -> Task | Look | Callable[[], None] | None:
+    def _next(self, number: int) -> list[Task] | Look | Callable[[], None] | None:
         """What this thread is to do; None when all is over."""
         with self._wake:
             while True:
@@ -301,10 +302,13 @@ class Courier:
                 elif self._closed:
                     return None
                 else:
-                    for queue in (self._looks, self._loads, self._stores):
-                        if queue and (queue is not self._stores or number == 0 or not self._engine_is_busy):
-                            self._num_working += 1
-                            return queue.popleft()
+                    if self._looks:
+                        self._num_working += 1
+                        return self._looks.popleft()
+                    queue = self._loads or (self._stores if number == 0 or not self._engine_is_busy else None)
+                    if queue:
+                        self._num_working += 1
+                        return [queue.popleft() for _ in range(min(len(queue), self.tier.most_at_once))]
                 self._wake.wait()
 
     def _look(self, look: Look) -> None:
@@ -316,37 +320,43 @@ class Courier:
             self._failed(error)
         look.is_over = True
 
-    def _carry_out(self, task: Task) -> None:
-        counts, size = self.counts, len(task.buffer)
+    def _carry_out(self, tasks: list[Task]) -> None:
+        """All stores, or all loads."""
+        counts, is_store = self.counts, tasks[0].is_store
         if self.breaker.is_open:
-            counts.skipped += task.is_store
-            counts.missed += not task.is_store
+            if is_store:
+                counts.skipped += len(tasks)
+            else:
+                counts.missed += len(tasks)
             return
         began = time.monotonic()
+        blocks = [(task.name, task.buffer) for task in tasks]
         try:
-            if task.is_store:
-                self.tier.store(task.name, task.buffer)
-                task.ok = True
-            else:
-                task.ok = self.tier.load(task.name, task.buffer)
-        except TierError as error:  # it works, but this block is no good
-            counts.damaged += 1
-            _log.warning("%s: %s", self.tier.kind, error)
-            return
+            outcomes = [True] * len(tasks) if is_store else self.tier.load_all(blocks)
+            if is_store:
+                self.tier.store_all(blocks)
         except Exception as error:
             self._failed(error)
             return
         self.breaker.succeeded()
-        if task.is_store:
-            counts.stored += 1
-            counts.stored_bytes += size
-            self.store_speed.note(size, time.monotonic() - began)
-        elif task.ok:
-            counts.loaded += 1
-            counts.loaded_bytes += size
-            self.load_speed.note(size, time.monotonic() - began)
+        for task, outcome in zip(tasks, outcomes, strict=True):
+            task.ok = outcome is True
+            if isinstance(outcome, TierError):  # it works, but this block is no good
+                counts.damaged += 1
+                _log.warning("%s: %s", self.tier.kind, outcome)
+        self._count(is_store, [len(task.buffer) for task in tasks if task.ok], time.monotonic() - began)
+        counts.missed += outcomes.count(False)
+
+    def _count(self, is_store: bool, sizes: list[int], seconds: float) -> None:
+        counts = self.counts
+        if is_store:
+            counts.stored += len(sizes)
+            counts.stored_bytes += sum(sizes)
         else:
-            counts.missed += 1
+            counts.loaded += len(sizes)
+            counts.loaded_bytes += sum(sizes)
+        if sizes:
+            (self.store_speed if is_store else self.load_speed).note(sum(sizes), seconds)
 
     def _failed(self, error: Exception) -> None:
         self.counts.errors += 1

@@ -36,6 +36,7 @@ class DiskTier:
 
     kind = "disk"
     is_shared = False
+    most_at_once = 1
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self.folder = folder
@@ -64,6 +65,19 @@ class DiskTier:
 
     def look(self, names: list[bytes]) -> None:
         """What others write is found by `scan`."""
+
+    def store_all(self, blocks: list[tuple[bytes, memoryview]]) -> None:
+        for name, block in blocks:
+            self.store(name, block)
+
+    def load_all(self, blocks: list[tuple[bytes, memoryview]]) -> list[bool | TierError]:
+        outcomes: list[bool | TierError] = []
+        for name, out in blocks:
+            try:
+                outcomes.append(self.load(name, out))
+            except TierError as error:
+                outcomes.append(error)
+        return outcomes
 
     def store(self, name: bytes, block: memoryview) -> None:
         """Raises OSError if it cannot be written; then nothing is left of it."""
