@@ -9,6 +9,7 @@ from math import inf
 
 from segue.base.clock import Clock
 from segue.engine.gauge import Gauge
+from segue.engine.prefetch import Prefetcher
 from segue.engine.sequence import Hold, Sequence, Turn
 from segue.engine.text import Decode
 from segue.engine.tiering import TierDesk
@@ -68,6 +69,7 @@ class JobDesk:
         self._load = load
         self._decode = decode
         self._tiers = tiers
+        self._prefetcher = Prefetcher(kv, tiers) if tiers is not None else None
         self._pins: dict[Job, list[Pin]] = {}
         self._by_lease: dict[int, Pin] = {}
         self._reviews: list[tuple[float, int, Pin]] = []
@@ -133,11 +135,13 @@ class JobDesk:
     def hold_for(self, disposition: Disposition) -> Hold | None:
         return Hold(disposition.keep_seconds, disposition.value) if disposition.keep_seconds > 0 else None
 
-    def decided(self, turn: Turn, disposition: Disposition, end: TurnEnd, lease: Lease | None) -> None:
-        job, now = turn.job, self._clock.now()
+    def decided(self, sequence: Sequence, disposition: Disposition, end: TurnEnd, lease: Lease | None) -> None:
+        turn, job, now = sequence.turn, sequence.turn.job, self._clock.now()
         assert job is not None
         decision = self.decisions.add(turn.scope.salt, job.id, end, disposition, now)
         job.decisions.append(decision)
+        if disposition.prefetch_seconds is not None and self._prefetcher is not None:
+            self._prefetcher.expect(job, sequence, now + disposition.prefetch_seconds)
         if lease is not None and lease in self._kv.leases:
             pin = Pin(job, lease, end, now, decision, disposition, len(lease.blocks), now)
             self._pins.setdefault(job, []).append(pin)
@@ -193,6 +197,7 @@ class JobDesk:
             block_size=kv.block_size,
             seconds_per_token=self._seconds_per_token(),
             queue_seconds=self.gauge.queue_seconds,
+            slow_seconds_per_token=self._tiers.slow_seconds_per_token if self._tiers is not None else None,
             idle_share=self.gauge.idle_share(num_running),
         )
 
@@ -203,13 +208,17 @@ class JobDesk:
         return min(computed, loaded) if loaded else computed
 
     def review(self, now: float) -> None:
-        """Ask again about pins whose time for it has come."""
+        """Ask again about pins whose time for it has come, and fetch what is expected to be needed."""
+        if self._prefetcher is not None:
+            self._prefetcher.run(now)
         while self._reviews and self._reviews[0][0] <= now:
             _, _, pin = heapq.heappop(self._reviews)
             if self._by_lease.get(pin.lease.id) is not pin or pin.lease.num_heirs:
                 continue
             view = PinView(pin.end, pin.since, len(pin.lease.blocks))
             disposition = self._policy.review(view, self.pressure(), now)
+            if disposition.prefetch_seconds is not None and self._prefetcher is not None:
+                self._prefetcher.move(pin.job, now + disposition.prefetch_seconds)
             if disposition.keep_seconds <= 0:
                 self._kv.leases.end(pin.lease, "expired")
                 continue
@@ -218,7 +227,10 @@ class JobDesk:
             self._plan_review(pin, now)
 
     def next_review(self) -> float | None:
-        return self._reviews[0][0] if self._reviews else None
+        upcoming = [self._reviews[0][0]] if self._reviews else []
+        if self._prefetcher is not None and (at := self._prefetcher.next_at()) is not None:
+            upcoming.append(at)
+        return min(upcoming, default=None)
 
     def _plan_review(self, pin: Pin, now: float) -> None:
         disposition = pin.disposition

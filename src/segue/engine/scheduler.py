@@ -446,7 +446,7 @@ class Scheduler:
         if table is not None and (hold is not None or heirs):
             lease = self.kv.hold(table, sequence.num_computed, job=turn.job_id, **self._terms(hold))
         if disposed is not None:
-            self.jobs.decided(turn, *disposed, lease if hold is not None else None)
+            self.jobs.decided(sequence, *disposed, lease if hold is not None else None)
         keys = table.keys if table is not None else []
         sequence.state = self.keep(
             State(

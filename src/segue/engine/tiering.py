@@ -187,6 +187,12 @@ class TierDesk:
         return self._in.seconds_for(self._names.block_bytes) / self._kv.block_size
 
     @property
+    def slow_seconds_per_token(self) -> float | None:
+        """What a token takes from a slow tier to the host; None if there is none."""
+        taken = [courier.load_speed.seconds_for(self._names.block_bytes) for courier in self._couriers]
+        return min(taken) / self._kv.block_size if taken else None
+
+    @property
     def _slowness(self) -> float:
         """Beside steps, copies have a part of the time."""
         return 1.0 / BUSY_SHARE if self._is_busy else 1.0
@@ -257,6 +263,18 @@ class TierDesk:
                 return
             load.asked.add(name)
             courier.load(name, self._host.view(slot))
+
+    def prefetch(self, names: list[bytes]) -> None:
+        """Bring blocks to the host that only a slow tier has, from the first on: as many as half of the host holds."""
+        for name in names[: max(self._host.num_slots // 2, 1)]:
+            if self._host.is_known(name):
+                continue
+            courier = next((one for one in self._couriers if one.find([name])[0]), None)
+            slot = self._host.begin(name) if courier is not None else None
+            if courier is None or slot is None:
+                return
+            courier.load(name, self._host.view(slot))
+            courier.counts.prefetched += 1
 
     def _pin(self, load: Load, name: bytes) -> None:
         if name not in load.pinned:

@@ -10,6 +10,9 @@ wanted. Turns that run and grow take pins, the cheapest first, before they preem
 waits takes none while others run: the device is busy, so another turn would move the queue and not shorten it, and the pin's job
 would have to compute again. When nothing runs, the first in the queue takes what it needs.
 
+**Fetch.** With a slow tier, what the device has lost by then comes to the host's memory shortly before a tenth of such calls
+have ended.
+
 **Order.** Turns whose KV is in place, or that were preempted, go first, and of these and of the others those of the jobs that
 have come furthest: they finish and give their memory back. A new job goes before one that came later. Every sixteenth
 admission is for the turn that waits longest, whatever it is, so nobody waits for more than sixteen times as many admissions
@@ -22,12 +25,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from segue.policies.durations import LONGEST, Call, Durations
+from segue.policies.durations import LONGEST, Call, Durations, Keep, Rest
 from segue.policies.policy import Disposition, JobEvent, PinView, Policy, Pressure, Returned, TurnEnd, TurnView
 
 _LEAST_COST = 0.02  # of a second of keeping, when memory is plentiful: what is never asked for again ends some day
 _LEAST_VALUE = 1e-9
 _LEAST_BID = 1e-12
+_EARLY = 0.1  # of the calls, that end before KV is back from a slow tier
 _FIRST_REVIEW = 0.25  # seconds; each later one is twice as far from the start
 
 
@@ -70,13 +74,17 @@ class Adaptive(Policy):
         gap = self.durations.of(_known(end.call, end.turn.job_id)).after(elapsed)
         cost = max(scarcity(pressure) * share, _LEAST_COST * benefit / LONGEST)
         keep = gap.best_keep(benefit, cost)
+        prefetch = _prefetch_seconds(gap, keep, end.turn.num_computed, pressure)
         if keep.seconds <= 0 or num_blocks <= 0:
-            return Disposition(benefit_seconds=benefit, p_return=keep.p_return, why="does not pay")
+            return Disposition(
+                prefetch_seconds=prefetch, benefit_seconds=benefit, p_return=keep.p_return, why="does not pay"
+            )
         wanted = keep if cost == share else gap.best_keep(benefit, share)  # if others want the memory
         return Disposition(
             keep_seconds=keep.seconds,
             value=max(wanted.utility / max(tokens, 1), _LEAST_VALUE),
             review_seconds=max(elapsed, _FIRST_REVIEW),
+            prefetch_seconds=prefetch,
             p_return=keep.p_return,
             benefit_seconds=benefit,
             why="pays",
@@ -93,6 +101,13 @@ class Adaptive(Policy):
 
     def restore(self, data: Mapping[str, Any]) -> None:
         self.durations.restore(data)
+
+
+def _prefetch_seconds(gap: Rest, keep: Keep, num_tokens: int, pressure: Pressure) -> float | None:
+    """So that all has come when the first few calls of this kind end, and not while it is kept anyhow."""
+    if pressure.slow_seconds_per_token is None:
+        return None
+    return max(gap.quantile(_EARLY) - num_tokens * pressure.slow_seconds_per_token, keep.seconds, 0.0)
 
 
 def _known(call: Call | None, job_id: str | None) -> Call:

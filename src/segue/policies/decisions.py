@@ -28,6 +28,7 @@ class Decision:
     keep_seconds: float
     p_return: float | None
     benefit_seconds: float
+    prefetch_seconds: float | None
     why: str
     outcome: str = "open"  # returned (to its pin), late, over (the job said so)
     gap_seconds: float | None = None
@@ -60,6 +61,7 @@ class Decision:
             "keep_seconds": round(self.keep_seconds, 4),
             "p_return": None if self.p_return is None else round(self.p_return, 4),
             "benefit_seconds": round(self.benefit_seconds, 6),
+            "prefetch_seconds": None if self.prefetch_seconds is None else round(self.prefetch_seconds, 4),
             "why": self.why,
             "outcome": self.outcome,
             "gap_seconds": None if self.gap_seconds is None else round(self.gap_seconds, 4),
@@ -115,6 +117,7 @@ class Decisions:
             disposition.keep_seconds,
             disposition.p_return,
             disposition.benefit_seconds,
+            disposition.prefetch_seconds,
             disposition.why,
         )
         self._recent.append(decision)

@@ -103,6 +103,11 @@ class Rest(NamedTuple):
             return _NOTHING
         return Keep(seconds, self.ended[at] / self.left, utility / self.left)
 
+    def quantile(self, share: float) -> float:
+        """Seconds from now by which the call has ended with this chance."""
+        at = bisect_left(self.ended, share * self.left)
+        return max(EDGES[min(self.first + at, len(EDGES) - 1)] - self.elapsed, 0.0)
+
 
 class Distribution:
     """Of the time until a call ends: the chance and the mean seconds of each bin."""

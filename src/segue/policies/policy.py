@@ -43,17 +43,21 @@ class Pressure:
     block_size: int = 16
     seconds_per_token: float = 0.0  # to compute one token of a prompt
     queue_seconds: float = 0.0  # that turns which had lost their KV waited of late, on average
+    slow_seconds_per_token: float | None = None  # to bring one from a slow tier to the host; None: there is none
     idle_share: float = 1.0  # of the device, that more turns could use beside those that run
 
 
 @dataclass(frozen=True, slots=True)
 class Disposition:
-    """What becomes of a turn's KV: kept for so long, or, with 0 seconds, left to the prefix cache. `value` is per block: work
-    that bids less does not take it. The policy is asked again after `review_seconds`; the rest is for the record."""
+    """What becomes of a turn's KV: kept for so long, or, with 0 seconds, left to the prefix cache, and from there to other tiers
+    when its memory is wanted. `value` is per block: work that bids less does not take it. The policy is asked again after
+    `review_seconds`. After `prefetch_seconds`, what only a slow tier has by then comes to the host's memory, unless the job is
+    back. The rest is for the record."""
 
     keep_seconds: float = 0.0
     value: float = 0.0
     review_seconds: float | None = None
+    prefetch_seconds: float | None = None
     p_return: float | None = None
     benefit_seconds: float = 0.0
     why: str = ""

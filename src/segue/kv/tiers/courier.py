@@ -55,6 +55,7 @@ class Counts:
     stored_bytes: int = 0
     loaded: int = 0
     loaded_bytes: int = 0
+    prefetched: int = 0  # of those asked for: before anybody needed them
     missed: int = 0
     skipped: int = 0  # not stored: too much was waiting, or the tier was left alone
     errors: int = 0
@@ -240,6 +241,7 @@ class Courier:
             "capacity_bytes": self.tier.num_bytes,
             "stored_blocks": counts.stored,
             "loaded_blocks": counts.loaded,
+            "prefetched_blocks": counts.prefetched,
             "missed_blocks": counts.missed,
             "skipped_blocks": counts.skipped,
             "damaged_blocks": counts.damaged,
