@@ -1,14 +1,10 @@
 """On the CPU kernels an answer is a function of its own request: tokens and log-probabilities are equal to the last bit,
 alone or in company, in one piece or in chunks, computed or found in memory, preempted or not."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue import Engine, SamplingParams
-from segue.base.config import Environment
-from segue.model import native
-from segue.model.loading import open_model
 
 PARAMS = st.builds(
     SamplingParams,
@@ -24,16 +20,6 @@ PARAMS = st.builds(
 )
 # Two alphabets of two letters: prompts often begin alike.
 PROMPTS = st.lists(st.sampled_from([65, 66]), min_size=1, max_size=70)
-
-
-@pytest.fixture(scope="module")
-def model():
-    environment = Environment.read()
-    try:
-        native.load(environment.cache_dir / "kernels", environment.compiler)
-    except native.NativeUnavailable as error:
-        pytest.skip(str(error))
-    return open_model("tiny", environment.cache_dir)
 
 
 def answers(engine, prompts, params):

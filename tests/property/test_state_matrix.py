@@ -11,15 +11,11 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from segue import Engine, SamplingParams
-from segue.base.config import Environment
 from segue.engine import hand_over
-from segue.model import native
-from segue.model.loading import open_model
 
 SIZES = [3, 8, 16]
 CASES = 200
@@ -65,14 +61,7 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def engines():
-    environment = Environment.read()
-    try:
-        native.load(environment.cache_dir / "kernels", environment.compiler)
-    except native.NativeUnavailable as error:
-        pytest.skip(str(error))
-    model = open_model("tiny", environment.cache_dir)
-    threads = torch.get_num_threads()
+def engines(model):
     made = {
         (size, place): Engine(model, device="cpu", num_blocks=90, block_size=size, max_model_len=140, threads=1)
         for size in SIZES
@@ -81,7 +70,6 @@ def engines():
     yield made
     for engine in made.values():
         engine.close()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

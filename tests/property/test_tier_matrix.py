@@ -2,14 +2,10 @@
 to the last bit of the log-probabilities. One real model on the CPU kernels."""
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from segue import Engine, SamplingParams
-from segue.base.config import Environment
-from segue.model import native
-from segue.model.loading import open_model
 
 SIZES = [3, 8, 16]
 PARAMS = st.builds(
@@ -24,23 +20,12 @@ PARAMS = st.builds(
 PROMPTS = st.lists(st.integers(0, 255), min_size=2, max_size=100)
 
 
-@pytest.fixture(scope="module")
-def model():
-    environment = Environment.read()
-    try:
-        native.load(environment.cache_dir / "kernels", environment.compiler)
-    except native.NativeUnavailable as error:
-        pytest.skip(str(error))
-    threads = torch.get_num_threads()
-    yield open_model("tiny", environment.cache_dir)
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module", autouse=True)
-def loading_takes_no_time():
+def computing_takes_long():
     """A model as small as this is often computed sooner."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("segue.kv.tiers.courier.Speed.seconds_for", lambda speed, num_bytes: 0.0)
+        slow = property(lambda gauge: 1.0, lambda gauge, seconds: None)
+        patch.setattr("segue.engine.gauge.Gauge.seconds_per_token", slow, raising=False)
         yield
 
 

@@ -17,6 +17,7 @@ _COLUMNS = (
     ("of MiB", "capacity_bytes"),
     ("stored", "stored_blocks"),
     ("loaded", "loaded_blocks"),
+    ("hits, %", "hit_percent"),
     ("missed", "missed_blocks"),
     ("skipped", "skipped_blocks"),
     ("damaged", "damaged_blocks"),
@@ -34,9 +35,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     which.add_argument("--reset", action="store_true", help="forget what is in all of them; with a key, that tenant's")
     which.add_argument(
         "--verify",
-        type=Path,
-        metavar="FOLDER",
-        help="read every block of a disk tier, without a server; bad ones are deleted",
+        metavar="FOLDER|redis://…",
+        help="read every block of a disk or remote tier, without a server; bad ones are deleted",
     )
 
 
@@ -57,19 +57,28 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(folder: Path) -> int:
-    from segue.kv.tiers import DiskTier
+def _verify(place: str) -> int:
+    from segue.kv.tiers import DiskTier, RemoteTier
 
-    if not folder.is_dir():
-        raise SegueError(f"{folder} is no folder")
-    good, bad = DiskTier(folder, 1 << 62).verify()
+    try:
+        if "://" in place:
+            good, bad = RemoteTier(place).verify()
+        elif Path(place).is_dir():
+            good, bad = DiskTier(Path(place), 1 << 62).verify()
+        else:
+            raise SegueError(f"{place} is no folder")
+    except OSError as error:
+        raise SegueError(f"it cannot be read: {error}") from error
     print(f"{good} blocks are whole, {bad} were damaged and are deleted.")
     return 1 if bad else 0
 
 
 def _table(found: list[dict[str, Any]]) -> str:
     rows = [[title for title, _ in _COLUMNS]]
-    rows += [[_cell(entry.get(name), _UNITS.get(name)) for _, name in _COLUMNS] for entry in found]
+    for entry in found:
+        looked = entry["looked_blocks"]
+        shown = {**entry, "hit_percent": 100 * entry["found_blocks"] // looked if looked else None}
+        rows.append([_cell(shown.get(name), _UNITS.get(name)) for _, name in _COLUMNS])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

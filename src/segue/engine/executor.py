@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from segue.engine.sequence import Sampling
 from segue.kv import Copy, KVLayout
+from segue.kv.tiers import Codec
 
 
 class Row(NamedTuple):
@@ -94,6 +95,10 @@ class Executor(Protocol):
 
     def blocks_in(self, blocks: Seq[int], slots: Seq[int], memory: memoryview) -> None:
         """The other way round. Complete when it returns."""
+        ...
+
+    def codec(self) -> Codec:
+        """For blocks in fewer bits: int8 values with scales."""
         ...
 
     def close(self) -> None: ...

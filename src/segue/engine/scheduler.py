@@ -260,7 +260,9 @@ class Scheduler:
         if blocked is not None and blocked.sequence is sequence and blocked.num_found == found:
             return blocked.offer  # what has gone meanwhile is computed
         offer = self.tiers.offer(table, sequence.tokens, found, self.jobs.gauge.seconds_per_token)
-        return offer if (found + offer.num_there) * size > match.num_tokens else NO_OFFER
+        return (
+            offer if (found + offer.num_there) * size > match.num_tokens else offer._replace(num_there=0, num_wanted=0)
+        )
 
     def _seat(self, sequence: Sequence, table: BlockTable) -> Reservation | None:
         """Give a waiting sequence blocks for all its tokens, reusing what is there, and let it run, or first let come what

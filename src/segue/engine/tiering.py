@@ -22,9 +22,18 @@ from segue.base.errors import InvalidRequest
 from segue.engine.executor import Executor
 from segue.engine.sequence import Sequence
 from segue.kv import BlockTable, KVManager
-from segue.kv.tiers import BlockNames, Courier, DiskTier, HostTier, RemoteTier, tenant_tag
+from segue.kv.tiers import (
+    BlockNames,
+    CompressedTier,
+    Courier,
+    DiskTier,
+    HostTier,
+    RemoteTier,
+    SlowTier,
+    tenant_tag,
+)
 from segue.kv.tiers.courier import Look, Speed
-from segue.kv.tiers.specs import parse_tiers
+from segue.kv.tiers.specs import DiskSpec, parse_tiers
 
 BUSY_SHARE = 0.1  # of a step's time that copies may take before the next one
 _IDLE_SECONDS = 0.02  # of copies at a time when nothing runs: requests may come
@@ -75,6 +84,8 @@ class Offer(NamedTuple):
 
     num_there: int
     num_wanted: int
+    num_looked: int = 0  # for how many blocks something was looked for
+    found: tuple[int, ...] = ()  # of those: in the host, in the first slow tier, …
 
 
 NO_OFFER = Offer(0, 0)
@@ -82,7 +93,14 @@ NO_OFFER = Offer(0, 0)
 
 class TierDesk:
     def __init__(
-        self, kv: KVManager, executor: Executor, host: HostTier, couriers: list[Courier], is_tier: bool
+        self,
+        kv: KVManager,
+        executor: Executor,
+        host: HostTier,
+        couriers: list[Courier],
+        names: BlockNames,
+        *,
+        is_tier: bool,
     ) -> None:
         """`is_tier`: the host's memory was asked for, and is not only on the way to the others."""
         self._kv = kv
@@ -90,7 +108,7 @@ class TierDesk:
         self._host = host
         self._host_is_tier = is_tier
         self._couriers = couriers
-        self._names = BlockNames(executor.kv_layout, kv.block_size)
+        self._names = names
         self._loads: dict[Sequence, Load] = {}
         self._asked: dict[Sequence, Asked] = {}
         self._to_save: deque[tuple[int, bytes]] = deque()
@@ -102,6 +120,8 @@ class TierDesk:
         self.num_saved = 0
         self.num_skipped = 0
         self.num_chosen = {"load": 0, "compute": 0}  # sequences for which tiers had something
+        self._num_looked = [0] * (1 + len(couriers))  # blocks, in the host and each slow tier
+        self._num_found = [0] * (1 + len(couriers))
         self._num_computed = 0  # in a row, since loading seemed slower
         self._is_busy = False
         kv.name_blocks(self._names, self.save)
@@ -119,18 +139,11 @@ class TierDesk:
         most = (len(tokens) - 1) // self._kv.block_size
         if most <= num_found:
             return NO_OFFER
-        costs = self._costs(self._kv.names(table, tokens, most)[num_found:])
-        if not costs:
-            return NO_OFFER
-        if self._num_computed >= _TRY_EVERY:  # it may be faster by now, which only trying shows
-            return Offer(len(costs), len(costs))
-        gain = best = 0.0
-        count = 0
-        for number, seconds in enumerate(costs, 1):
-            gain += seconds_per_token * self._kv.block_size - seconds
-            if gain >= best or not seconds_per_token:
-                best, count = gain, number
-        return Offer(len(costs), count)
+        costs, found = self._costs(self._kv.names(table, tokens, most)[num_found:])
+        count = len(costs)
+        if self._num_computed < _TRY_EVERY:  # else it may be faster by now, which only trying shows
+            count = _worth_loading(costs, seconds_per_token * self._kv.block_size)
+        return Offer(len(costs), count, most - num_found, found)
 
     def ask(self, sequence: Sequence, table: BlockTable, num_found: int) -> bool:
         """Whether a tier has to be asked what it has beyond the first `num_found` blocks. Once for a sequence, and
@@ -161,25 +174,29 @@ class TierDesk:
 
     def chose(self, offer: Offer) -> None:
         """A sequence got its blocks, and goes on so."""
+        left = offer.num_looked
+        for at, num_found in enumerate(offer.found):
+            self._num_looked[at] += left
+            self._num_found[at] += num_found
+            left -= num_found
         if offer.num_there:
             self.num_chosen["load" if offer.num_wanted else "compute"] += 1
             self._num_computed = 0 if offer.num_wanted else self._num_computed + 1
 
-    def _costs(self, names: list[bytes]) -> list[float]:
-        """Seconds for each block, up to the first that no tier has."""
+    def _costs(self, names: list[bytes]) -> tuple[list[float], tuple[int, ...]]:
+        """Seconds for each block, up to the first that no tier has; and how many each tier has of them, the host first."""
         size = self._names.block_bytes
         here = self._in.seconds_for(size) * self._slowness
+        seconds = [here, *(here + courier.load_speed.seconds_for(size) for courier in self._couriers)]
         found = [courier.find(names) for courier in self._couriers]
-        costs = []
+        costs, counts = [], [0] * len(seconds)
         for at, name in enumerate(names):
-            if name in self._host:
-                costs.append(here)
-                continue
-            where = next((courier for courier, has in zip(self._couriers, found, strict=True) if has[at]), None)
-            if where is None:
+            tier = 0 if name in self._host else next((tier for tier, has in enumerate(found, 1) if has[at]), None)
+            if tier is None:
                 break
-            costs.append(here + where.load_speed.seconds_for(size))
-        return costs
+            costs.append(seconds[tier])
+            counts[tier] += 1
+        return costs, tuple(counts)
 
     @property
     def seconds_per_token(self) -> float:
@@ -439,7 +456,11 @@ class TierDesk:
                     "load_bytes_per_second": self._in.bytes_per_second,
                 }
             )
-        return rows + [courier.info() for courier in self._couriers]
+        rows += [courier.info() for courier in self._couriers]
+        first = 0 if self._host_is_tier else 1
+        for row, looked, found in zip(rows, self._num_looked[first:], self._num_found[first:], strict=True):
+            row["looked_blocks"], row["found_blocks"] = looked, found
+        return rows
 
     def close(self) -> None:
         """Copy out what was to be, for a bounded time."""
@@ -448,6 +469,20 @@ class TierDesk:
             self.work(None)
         for courier in self._couriers:
             courier.close(max(deadline - time.monotonic(), 0.1))
+
+
+def _worth_loading(costs: list[float], computing: float) -> int:
+    """For how many blocks, from the first on, loading gains most; `computing` is the seconds for one. All, while that is not
+    known."""
+    if not computing:
+        return len(costs)
+    gain = best = 0.0
+    count = 0
+    for number, loading in enumerate(costs, 1):
+        gain += computing - loading
+        if gain >= best:
+            best, count = gain, number
+    return count
 
 
 def open_tiers(texts: Seq[str], kv: KVManager, executor: Executor) -> TierDesk | None:
@@ -461,8 +496,14 @@ def open_tiers(texts: Seq[str], kv: KVManager, executor: Executor) -> TierDesk |
     host_bytes = specs.host_bytes if specs.host_bytes is not None else max(_STAGING_BYTES, _AHEAD * block_bytes)
     if host_bytes < block_bytes:
         raise InvalidRequest("tier", f"host={host_bytes} bytes hold less than one block, {block_bytes} bytes")
-    couriers = [Courier(DiskTier(*specs.disk))] if specs.disk is not None else []
-    if specs.remote is not None:
-        couriers.append(Courier(RemoteTier(specs.remote)))
+    couriers = []
+    for spec in (specs.disk, specs.remote):
+        if spec is not None:
+            tier: SlowTier = (
+                DiskTier(spec.folder, spec.num_bytes) if isinstance(spec, DiskSpec) else RemoteTier(spec.url)
+            )
+            couriers.append(Courier(CompressedTier(tier, executor.codec()) if spec.compressed else tier))
+    names = BlockNames(executor.kv_layout, kv.block_size, specs.compressed)
     memory = executor.host_memory(host_bytes // block_bytes * block_bytes)
-    return TierDesk(kv, executor, HostTier(memory, block_bytes), couriers, is_tier=specs.host_bytes is not None)
+    host = HostTier(memory, block_bytes)
+    return TierDesk(kv, executor, host, couriers, names, is_tier=specs.host_bytes is not None)

@@ -13,6 +13,7 @@ from segue.kv import Copy
 from segue.model.backend import Backend
 from segue.model.batch import BatchBuilder
 from segue.model.decoder import Decoder
+from segue.model.kv_codec import Int8Codec
 from segue.model.kv_copies import KVCopies
 from segue.model.sampler import sample
 
@@ -56,6 +57,9 @@ class ModelRunner:
 
     def blocks_in(self, blocks: Sequence[int], slots: Sequence[int], memory: memoryview) -> None:
         self._copies.blocks_in(blocks, slots, memory)
+
+    def codec(self) -> Int8Codec:
+        return Int8Codec(self.kv_layout, self.kv.shape[4])
 
     def touch_kv(self, num_bytes: int) -> None:
         """Write to the blocks that are handed out first, while nobody waits: a page's first write is slower than all others."""

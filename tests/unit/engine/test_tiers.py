@@ -1,5 +1,6 @@
 """KV that leaves the device and comes back: the same answers, and not a token computed that a tier had."""
 
+import contextlib
 import os
 import threading
 import time
@@ -66,6 +67,9 @@ def test_what_the_device_had_to_give_up_comes_back_from_the_host():
         ask(engine, SECOND)  # takes most of the fifteen blocks
         reuse = ask(engine, FIRST)
         assert reuse.loaded > 0 and reuse.loaded + reuse.cached == 40 and reuse.recomputed == 0
+        row = engine.tiers()[0]
+        assert row["found_blocks"] == reuse.loaded // SIZE
+        assert row["looked_blocks"] == 10 + 10 + row["found_blocks"], "two prompts that nobody had, and what was lost"
 
 
 def test_without_a_tier_the_same_is_computed_again():
@@ -285,6 +289,49 @@ def test_a_folder_that_cannot_be_written_is_left_alone(tmp_path, monkeypatch):
         row = engine.tiers()[0]
         assert row["errors"] >= 3 and row["breaks"] >= 1 and row["is_out"] and row["blocks"] == 0
     assert not list(tmp_path.glob("*/*/*"))
+
+
+@contextlib.contextmanager
+def no_permission(folder):
+    """For whoever may everything: as somebody else, who may nothing here."""
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+    else:
+        folder.chmod(0)
+        try:
+            yield
+        finally:
+            folder.chmod(0o700)
+
+
+def test_a_permission_that_is_lost_and_comes_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("segue.kv.tiers.courier._SHORTEST_BREAK", 0.05)
+    folder = tmp_path / "kv"
+    with make(disk(folder)) as engine:
+        ask(engine, FIRST)
+        settle(engine)
+        ask(engine, SECOND)
+        settle(engine)
+        engine._tiers._host.drop()
+        with no_permission(folder):
+            assert ask(engine, FIRST).loaded == 0
+            for number in range(3):
+                ask(engine, [number] * 41)
+                settle(engine)
+            row = engine.tiers()[0]
+            assert row["errors"] >= 3 and row["breaks"] >= 1
+        deadline, loaded = time.monotonic() + 20, 0
+        while not loaded:  # as soon as it is tried again
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+            engine._tiers._host.drop()
+            loaded = ask(engine, SECOND).loaded
+            ask(engine, [5] * 52)
+            settle(engine)
 
 
 def test_reset_deletes_one_tenants_or_all(tmp_path):

@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 _MOST_FAILURES = 3  # in a row
 _SHORTEST_BREAK, _LONGEST_BREAK = 1.0, 60.0  # seconds
 _FADE = 0.2
+_MOST_SLOWER = 8.0  # that one copy counts: the machine may have done something else meanwhile
 _COLD_BLOCKS = 4  # or calls that move several
 _NUM_THREADS = 2  # one waits for a file's folder or a reply while the other moves bytes
 _REST = 3.0  # while the engine steps: so many times what a block took, so that a core is not lost to it
@@ -77,6 +78,8 @@ class Speed:
 
     def note(self, num_bytes: int, seconds: float) -> None:
         self._num_noted += 1
+        if self._bytes:
+            seconds = min(seconds, _MOST_SLOWER * self.seconds_for(num_bytes))
         if seconds > 0 and self._num_noted > _COLD_BLOCKS:
             self._bytes += num_bytes - self._bytes * _FADE
             self._seconds += seconds - self._seconds * _FADE

@@ -26,10 +26,13 @@ _VERSION = 1
 class BlockNames:
     """Of one engine's blocks."""
 
-    def __init__(self, layout: KVLayout, block_size: int) -> None:
+    def __init__(self, layout: KVLayout, block_size: int, compressed: bool = False) -> None:
+        """`compressed`: some of the content may have been in fewer bits, and is another's for whoever has none such."""
         self.block_size = block_size
         self.block_bytes = layout.token_bytes * block_size
         self._made_of = [_VERSION, layout.dtype, list(layout.shape), block_size, sys.byteorder]
+        if compressed:
+            self._made_of.append("int8")
 
     def extend(self, names: list[bytes], scope: Scope, tokens: array[int], num_blocks: int) -> None:
         """Append names until the first `num_blocks` full blocks of `tokens` have theirs."""
