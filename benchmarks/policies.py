@@ -4,8 +4,8 @@
 
 The jobs are those of the agents' workload in small: eight turns, its prompts that grow to 2,915 tokens, and its tools' times,
 all shortened by one factor. There a job that is alone computes for 2.45 seconds and its tools take 4.2; here it computes for
-.36, so the tools' times are .15 of those there, and KV is worth as much beside a gap as it was. Answers are short, as there: its
-transcripts have 7 to 12 tokens, or 300 ms a turn. Times are real. `tiny` writes no commands, so the tools' names are given.
+about .06 and they take .62 (.15 of those), so keeping KV through a gap costs more of what it saves than it did there. Answers are
+short, as there: its transcripts have 7 to 12 tokens. Times are real. `tiny` writes no commands, so the tools' names are given.
 """
 
 from __future__ import annotations
@@ -157,6 +157,8 @@ def effect(names: Sequence[str], workload: Workload, rounds: int) -> None:
             for name in list(played) if number % 2 == 0 else list(played)[::-1]:
                 played[name].append(_play(name, load, workload))
         first = statistics.mean(each.mean for each in played["fcfs"])
+        tools = workload.scale * sum(sum(gap) / 2 for gap in GAPS)
+        print(f"  tools take {tools:.2f} s a job")
         for name, results in played.items():
             mean, p95, computed, ratio, preempted = (
                 statistics.mean(getattr(each, field.name) for each in results) for field in fields(Played)
