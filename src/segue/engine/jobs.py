@@ -84,6 +84,8 @@ class JobDesk:
             return
         now = self._clock.now()
         turn.job, gap = self.book.begin(turn.scope.salt, turn.job_id, now)
+        if self._prefetcher is not None:
+            self._prefetcher.forget(turn.job)
         turn.claims = [pin.lease for pin in self._pins.get(turn.job, ())]
         for lease in turn.claims:
             self._kv.leases.await_heir(lease)

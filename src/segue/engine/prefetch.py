@@ -12,7 +12,8 @@ from segue.engine.tiering import TierDesk
 from segue.kv import KVManager
 from segue.policies import Job
 
-_MOST = 4096  # jobs at a time
+_MOST_TOKENS = 1 << 24  # of all jobs that are awaited
+_FEW = 64
 
 
 class _Awaited(NamedTuple):
@@ -22,10 +23,11 @@ class _Awaited(NamedTuple):
     tokens: array[int]
     keys: list[int]
     num_blocks: int
+    num_tokens: int  # that it counts for
 
 
 class Prefetcher:
-    """One time for each job: the last that was said."""
+    """One time for each job: the last that was said. Bounded: jobs that end a turn when much is awaited are not."""
 
     def __init__(self, kv: KVManager, tiers: TierDesk) -> None:
         self._kv = kv
@@ -33,20 +35,27 @@ class Prefetcher:
         self._due: list[tuple[float, int]] = []
         self._awaited: dict[int, _Awaited] = {}
         self._number_of: dict[Job, int] = {}
+        self._num_tokens = 0
         self._count = 0
 
     def expect(self, job: Job, sequence: Sequence, at: float) -> None:
         """The sequence has ended, and its job's next turn is expected soon after this time."""
         num_blocks = sequence.num_computed // self._kv.block_size
-        if not num_blocks or sequence.table is None or len(self._awaited) >= _MOST:
+        self.forget(job)
+        if not num_blocks or sequence.table is None or self._num_tokens + len(sequence.tokens) > _MOST_TOKENS:
             return
-        awaited = _Awaited(job, job.num_turns, sequence.turn.scope, sequence.tokens, sequence.table.keys, num_blocks)
-        self._add(awaited, at)
+        scope, tokens, keys = sequence.turn.scope, sequence.tokens, sequence.table.keys
+        self._add(_Awaited(job, job.num_turns, scope, tokens, keys, num_blocks, len(tokens)), at)
 
     def move(self, job: Job, at: float) -> None:
         """Expected at another time."""
         if (number := self._number_of.get(job)) is not None:
             self._add(self._awaited[number], at)
+
+    def forget(self, job: Job) -> None:
+        """It is back, or over."""
+        if (number := self._number_of.pop(job, None)) is not None:
+            self._num_tokens -= self._awaited.pop(number).num_tokens
 
     def next_at(self) -> float | None:
         while self._due and self._due[0][1] not in self._awaited:
@@ -56,20 +65,20 @@ class Prefetcher:
     def run(self, now: float) -> None:
         while (at := self.next_at()) is not None and at <= now:
             awaited = self._awaited[heapq.heappop(self._due)[1]]
-            self._forget(awaited.job)
+            self.forget(awaited.job)
             if not awaited.job.is_over and awaited.job.num_turns == awaited.num_turns:
                 self._fetch(awaited)
 
     def _add(self, awaited: _Awaited, at: float) -> None:
-        self._forget(awaited.job)
+        self.forget(awaited.job)
         self._count += 1
         self._awaited[self._count] = awaited
         self._number_of[awaited.job] = self._count
+        self._num_tokens += awaited.num_tokens
         heapq.heappush(self._due, (at, self._count))
-
-    def _forget(self, job: Job) -> None:
-        if (number := self._number_of.pop(job, None)) is not None:
-            del self._awaited[number]
+        if len(self._due) > 2 * len(self._awaited) + _FEW:  # times of jobs that are awaited no longer
+            self._due = [entry for entry in self._due if entry[1] in self._awaited]
+            heapq.heapify(self._due)
 
     def _fetch(self, awaited: _Awaited) -> None:
         """What the device has lost of it."""

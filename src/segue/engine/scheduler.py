@@ -12,9 +12,10 @@ from segue.base.types import FinishReason
 from segue.engine.executor import Row, StepPlan, StepResult, TokenLogprobs
 from segue.engine.heirs import WHY_GONE, Heirs
 from segue.engine.jobs import JobDesk
+from segue.engine.offers import NO_OFFER, Load, Offer
 from segue.engine.sequence import Hold, Sequence, Status, Turn
 from segue.engine.text import Decode
-from segue.engine.tiering import NO_OFFER, Load, Offer, TierDesk
+from segue.engine.tiering import TierDesk
 from segue.engine.waiting import WaitingQueue
 from segue.kv import BlockTable, Copy, KVManager, Lease, Match, Reservation
 from segue.policies import Policy

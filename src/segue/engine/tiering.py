@@ -15,11 +15,11 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from segue.base.errors import InvalidRequest
 from segue.engine.executor import Executor
+from segue.engine.offers import NO_OFFER, Asked, Load, Offer, worth_loading
 from segue.engine.sequence import Sequence
 from segue.kv import BlockTable, KVManager
 from segue.kv.tiers import (
@@ -32,7 +32,7 @@ from segue.kv.tiers import (
     SlowTier,
     tenant_tag,
 )
-from segue.kv.tiers.courier import Look, Speed
+from segue.kv.tiers.courier import Speed
 from segue.kv.tiers.specs import DiskSpec, parse_tiers
 
 BUSY_SHARE = 0.1  # of a step's time that copies may take before the next one
@@ -45,50 +45,6 @@ _MOST_LOOKING = 0.5  # seconds that a sequence waits for a tier to say what it h
 _CLOSE_SECONDS = 10.0
 _STAGING_BYTES = 64 << 20  # of host memory on the way to and from the others, if it is no tier of its own
 _MOST_WAITING = 1 << 16  # blocks to be copied out
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """Blocks `at … stop-1` of a sequence that are still to come."""
-
-    sequence: Sequence
-    table: BlockTable
-    names: list[bytes]
-    at: int
-    stop: int
-    num_held: int
-    first: int = field(init=False)
-    moved_at: float = field(default_factory=time.monotonic)
-    asked: set[bytes] = field(default_factory=set)
-    pinned: set[bytes] = field(default_factory=set)
-    is_over: bool = False
-
-    def __post_init__(self) -> None:
-        self.first = self.at
-
-    @property
-    def num_blocks(self) -> int:
-        """That have come."""
-        return self.at - self.first
-
-
-class Asked(NamedTuple):
-    """A tier that is shared was asked what it has for a sequence."""
-
-    looks: list[Look]
-    until: float
-
-
-class Offer(NamedTuple):
-    """Blocks that tiers have for a sequence, and how many of them are to be loaded."""
-
-    num_there: int
-    num_wanted: int
-    num_looked: int = 0  # for how many blocks something was looked for
-    found: tuple[int, ...] = ()  # of those: in the host, in the first slow tier, …
-
-
-NO_OFFER = Offer(0, 0)
 
 
 class TierDesk:
@@ -142,7 +98,7 @@ class TierDesk:
         costs, found = self._costs(self._kv.names(table, tokens, most)[num_found:])
         count = len(costs)
         if self._num_computed < _TRY_EVERY:  # else it may be faster by now, which only trying shows
-            count = _worth_loading(costs, seconds_per_token * self._kv.block_size)
+            count = worth_loading(costs, seconds_per_token * self._kv.block_size)
         return Offer(len(costs), count, most - num_found, found)
 
     def ask(self, sequence: Sequence, table: BlockTable, num_found: int) -> bool:
@@ -200,8 +156,9 @@ class TierDesk:
 
     @property
     def seconds_per_token(self) -> float:
-        """What a token of KV takes of the engine's time to come back from the host."""
-        return self._in.seconds_for(self._names.block_bytes) / self._kv.block_size
+        """What a token of KV takes of the engine's time to come back from the host; from a slow tier, if the host is none."""
+        here = self._in.seconds_for(self._names.block_bytes) / self._kv.block_size
+        return here if self._host_is_tier else here + (self.slow_seconds_per_token or 0.0)
 
     @property
     def slow_seconds_per_token(self) -> float | None:
@@ -469,20 +426,6 @@ class TierDesk:
             self.work(None)
         for courier in self._couriers:
             courier.close(max(deadline - time.monotonic(), 0.1))
-
-
-def _worth_loading(costs: list[float], computing: float) -> int:
-    """For how many blocks, from the first on, loading gains most; `computing` is the seconds for one. All, while that is not
-    known."""
-    if not computing:
-        return len(costs)
-    gain = best = 0.0
-    count = 0
-    for number, loading in enumerate(costs, 1):
-        gain += computing - loading
-        if gain >= best:
-            best, count = gain, number
-    return count
 
 
 def open_tiers(texts: Seq[str], kv: KVManager, executor: Executor) -> TierDesk | None:
