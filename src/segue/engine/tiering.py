@@ -79,7 +79,6 @@ class TierDesk:
         self._num_looked = [0] * (1 + len(couriers))  # blocks, in the host and each slow tier
         self._num_found = [0] * (1 + len(couriers))
         self._num_computed = 0  # in a row, since loading seemed slower
-        self._is_busy = False
         kv.name_blocks(self._names, self.save)
 
     # What is to be had
@@ -142,7 +141,7 @@ class TierDesk:
     def _costs(self, names: list[bytes]) -> tuple[list[float], tuple[int, ...]]:
         """Seconds for each block, up to the first that no tier has; and how many each tier has of them, the host first."""
         size = self._names.block_bytes
-        here = self._in.seconds_for(size) * self._slowness
+        here = self._in.seconds_for(size)
         seconds = [here, *(here + courier.load_speed.seconds_for(size) for courier in self._couriers)]
         found = [courier.find(names) for courier in self._couriers]
         costs, counts = [], [0] * len(seconds)
@@ -165,11 +164,6 @@ class TierDesk:
         """What a token takes from a slow tier to the host; None if there is none."""
         taken = [courier.load_speed.seconds_for(self._names.block_bytes) for courier in self._couriers]
         return min(taken) / self._kv.block_size if taken else None
-
-    @property
-    def _slowness(self) -> float:
-        """Beside steps, copies have a part of the time."""
-        return 1.0 / BUSY_SHARE if self._is_busy else 1.0
 
     # In
 
@@ -329,16 +323,14 @@ class TierDesk:
 
     def rest(self) -> None:
         """Nothing runs: slow tiers may have the machine."""
-        self._is_busy = False
         for courier in self._couriers:
             courier.set_busy(False)
 
     def work(self, step_seconds: float | None) -> bool:
         """Move blocks for a share of the time that the last step took, or for a moment if there was none. Whether any moved."""
-        self._is_busy = step_seconds is not None
         limit = time.perf_counter() + (_IDLE_SECONDS if step_seconds is None else step_seconds * BUSY_SHARE)
         for courier in self._couriers:
-            courier.set_busy(self._is_busy)
+            courier.set_busy(step_seconds is not None)
         moved = self._collect()
         for load in list(self._loads.values()):
             while not load.is_over and self._move(load, self._num_until(limit, self._in)):

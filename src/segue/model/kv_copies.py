@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -74,11 +73,7 @@ class KVCopies:
 
     def host_memory(self, num_bytes: int) -> memoryview:
         if self._kv.device.type != "cuda":
-            memory = mmap.mmap(-1, num_bytes)
-            if hasattr(mmap, "MADV_HUGEPAGE"):  # a page's first write is slower than all others: fewer of them
-                with contextlib.suppress(OSError):
-                    memory.madvise(mmap.MADV_HUGEPAGE)
-            return memoryview(memory)
+            return memoryview(mmap.mmap(-1, num_bytes))
         pinned: Any = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
         return memoryview(pinned)
 
