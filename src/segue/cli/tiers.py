@@ -18,6 +18,7 @@ _COLUMNS = (
     ("stored", "stored_blocks"),
     ("loaded", "loaded_blocks"),
     ("hits, %", "hit_percent"),
+    ("computed", "num_computed"),
     ("missed", "missed_blocks"),
     ("skipped", "skipped_blocks"),
     ("damaged", "damaged_blocks"),
@@ -77,7 +78,11 @@ def _table(found: list[dict[str, Any]]) -> str:
     rows = [[title for title, _ in _COLUMNS]]
     for entry in found:
         looked = entry["looked_blocks"]
-        shown = {**entry, "hit_percent": 100 * entry["found_blocks"] // looked if looked else None}
+        shown = {
+            **entry,
+            "hit_percent": 100 * entry["found_blocks"] // looked if looked else None,
+            "num_computed": entry["requests"]["compute"],
+        }
         rows.append([_cell(shown.get(name), _UNITS.get(name)) for _, name in _COLUMNS])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

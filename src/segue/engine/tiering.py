@@ -75,7 +75,7 @@ class TierDesk:
         self.num_loaded = 0  # blocks, by where they were
         self.num_saved = 0
         self.num_skipped = 0
-        self.num_chosen = {"load": 0, "compute": 0}  # sequences for which tiers had something
+        self._num_chosen = [{"load": 0, "compute": 0} for _ in range(1 + len(couriers))]  # sequences, by where most was
         self._num_looked = [0] * (1 + len(couriers))  # blocks, in the host and each slow tier
         self._num_found = [0] * (1 + len(couriers))
         self._num_computed = 0  # in a row, since loading seemed slower
@@ -135,7 +135,8 @@ class TierDesk:
             self._num_found[at] += num_found
             left -= num_found
         if offer.num_there:
-            self.num_chosen["load" if offer.num_wanted else "compute"] += 1
+            most = max(range(len(offer.found)), key=offer.found.__getitem__)
+            self._num_chosen[most]["load" if offer.num_wanted else "compute"] += 1
             self._num_computed = 0 if offer.num_wanted else self._num_computed + 1
 
     def _costs(self, names: list[bytes]) -> tuple[list[float], tuple[int, ...]]:
@@ -407,8 +408,9 @@ class TierDesk:
             )
         rows += [courier.info() for courier in self._couriers]
         first = 0 if self._host_is_tier else 1
-        for row, looked, found in zip(rows, self._num_looked[first:], self._num_found[first:], strict=True):
-            row["looked_blocks"], row["found_blocks"] = looked, found
+        for at, row in enumerate(rows, first):
+            row["looked_blocks"], row["found_blocks"] = self._num_looked[at], self._num_found[at]
+            row["requests"] = dict(self._num_chosen[at])
         return rows
 
     def close(self) -> None:
