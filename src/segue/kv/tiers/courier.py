@@ -6,7 +6,9 @@ long, is a miss. A tier that fails again and again is left alone for a while, lo
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -113,6 +115,12 @@ class Breaker:
         return True
 
 
+def _give_way() -> None:
+    """This thread runs when a core has nothing else to do: else a step waits for the part of it that has no core."""
+    with contextlib.suppress(AttributeError, OSError):  # where there is no such thing
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
 @dataclass(slots=True)
 class Task:
     """A block on its way. `buffer` is read or filled until `done`; then `ok` says how it went."""
@@ -179,7 +187,7 @@ class Courier:
         return look
 
     def set_busy(self, engine_is_busy: bool) -> None:
-        """While the engine steps, one thread alone stores, and rests between blocks."""
+        """While the engine steps, one thread loads, and the other stores, gives way to all others and rests between blocks."""
         if engine_is_busy != self._engine_is_busy:
             with self._wake:
                 self._engine_is_busy = engine_is_busy
@@ -278,6 +286,8 @@ class Courier:
     # In the tier's own threads
 
     def _run(self, number: int) -> None:
+        if number == 0:
+            _give_way()
         while (work := self._next(number)) is not None:
             began = time.monotonic()
             if isinstance(work, list):
@@ -310,7 +320,9 @@ class Courier:
                     if self._looks:
                         self._num_working += 1
                         return self._looks.popleft()
-                    queue = self._loads or (self._stores if number == 0 or not self._engine_is_busy else None)
+                    queue = self._loads or self._stores
+                    if self._engine_is_busy:
+                        queue = self._loads if number else self._stores
                     if queue:
                         self._num_working += 1
                         return [queue.popleft() for _ in range(min(len(queue), self.tier.most_at_once))]
