@@ -8,6 +8,7 @@ which is computed from the tokens alone.
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Sequence
 
 from segue.engine.executor import Row, StepPlan, StepResult
@@ -124,6 +125,16 @@ class FakeExecutor:
             self.slots[self._slot(row.blocks, position)] = (row.tokens[position], digest)
             self.num_computed += 1
         return digest
+
+
+def settle(engine):
+    """Let copies end that were to be made when there is time."""
+    deadline = time.monotonic() + 30
+    while engine.has_work or any(courier.has_work for courier in engine._tiers._couriers):
+        engine.step()
+        time.sleep(0.001)
+        assert time.monotonic() < deadline
+    engine.check()
 
 
 def cut_chunks(monkeypatch, num_bytes):

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("redis")
 
 from segue import Engine, SamplingParams
+from tests.fakes import settle
 from tests.remotes import redis_server
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -45,15 +46,6 @@ def ask(engine, number, answers, **options):
     assert result.token_ids == answers[number]
     engine.check()
     return result.reuse
-
-
-def settle(engine):
-    deadline = time.monotonic() + 30
-    while engine.has_work or any(courier.has_work for courier in engine._tiers._couriers):
-        engine.step()
-        time.sleep(0.001)
-        assert time.monotonic() < deadline
-    engine.check()
 
 
 def row(engine):

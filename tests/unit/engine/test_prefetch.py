@@ -1,7 +1,5 @@
 """KV of a job that is about to return waits for it in the host's memory."""
 
-import time
-
 import pytest
 
 from segue.base.clock import VirtualClock
@@ -9,7 +7,7 @@ from segue.base.config import EngineConfig
 from segue.base.types import SamplingParams
 from segue.engine import EngineCore
 from segue.policies import Adaptive, Call, Disposition, Policy, Pressure, Returned, TurnEnd, TurnView
-from tests.fakes import FakeExecutor, expected
+from tests.fakes import FakeExecutor, expected, settle
 
 SIZE = 4
 PROMPT = [token % 40 for token in range(41)]
@@ -40,14 +38,6 @@ def ask(engine, prompt, **options):
     assert result.token_ids == expected(prompt, 4)
     engine.check()
     return result
-
-
-def settle(engine):
-    deadline = time.monotonic() + 20
-    while engine.has_work or any(courier.has_work for courier in engine._tiers._couriers):
-        engine.step()
-        time.sleep(0.001)
-        assert time.monotonic() < deadline
 
 
 def away(engine):

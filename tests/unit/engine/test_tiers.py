@@ -11,7 +11,7 @@ from segue.base.config import EngineConfig
 from segue.base.errors import InvalidRequest, TierError
 from segue.base.types import SamplingParams
 from segue.engine import EngineCore
-from tests.fakes import FakeExecutor, expected
+from tests.fakes import FakeExecutor, expected, settle
 
 SIZE = 4
 BLOCK = SIZE * FakeExecutor(2, SIZE).kv_layout.token_bytes
@@ -42,16 +42,6 @@ def ask(engine, prompt, **options):
     assert result.token_ids == expected(prompt, 4)
     engine.check()
     return result.reuse
-
-
-def settle(engine):
-    """Let copies end that were to be made when there is time."""
-    deadline = time.monotonic() + 20
-    while engine.has_work or any(courier.has_work for courier in engine._tiers._couriers):
-        engine.step()
-        time.sleep(0.001)
-        assert time.monotonic() < deadline
-    engine.check()
 
 
 def disk(folder, size="1MiB"):
