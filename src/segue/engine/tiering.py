@@ -35,7 +35,10 @@ from segue.kv.tiers import (
 from segue.kv.tiers.courier import Speed
 from segue.kv.tiers.specs import DiskSpec, parse_tiers
 
-BUSY_SHARE = 0.1  # of a step's time that copies may take before the next one
+_LOAD_SHARE, _SAVE_SHARE = (
+    0.1,
+    0.05,
+)  # of a step's time that copies may take before the next one: somebody waits for a load
 _IDLE_SECONDS = 0.02  # of copies at a time when nothing runs: requests may come
 _AT_ONCE = 64  # blocks in one copy, at most: how long it takes is only known before it begins
 _AHEAD = 32  # blocks that are on their way from a slow tier at once
@@ -329,17 +332,19 @@ class TierDesk:
 
     def work(self, step_seconds: float | None) -> bool:
         """Move blocks for a share of the time that the last step took, or for a moment if there was none. Whether any moved."""
-        limit = time.perf_counter() + (_IDLE_SECONDS if step_seconds is None else step_seconds * BUSY_SHARE)
+        began = time.perf_counter()
+        load_until = began + (_IDLE_SECONDS if step_seconds is None else step_seconds * _LOAD_SHARE)
+        save_until = began + (_IDLE_SECONDS if step_seconds is None else step_seconds * _SAVE_SHARE)
         for courier in self._couriers:
             courier.set_busy(step_seconds is not None)
         moved = self._collect()
         for load in list(self._loads.values()):
-            while not load.is_over and self._move(load, self._num_until(limit, self._in)):
+            while not load.is_over and self._move(load, self._num_until(load_until, self._in)):
                 moved = True
-                if time.perf_counter() > limit:
+                if time.perf_counter() > load_until:
                     return True
-        while self._to_save and time.perf_counter() < limit:
-            many = min(self._num_until(limit, self._out), len(self._to_save))
+        while self._to_save and time.perf_counter() < save_until:
+            many = min(self._num_until(save_until, self._out), len(self._to_save))
             wanted = [self._to_save.popleft() for _ in range(many)]
             held = [(block, name) for block, name in wanted if self._kv.holds(block, name)]
             count = self._copy_out(held)
