@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Sequence
 
+from segue.engine.beam import Candidates, SearchStep
 from segue.engine.executor import Row, StepPlan, StepResult
 from segue.kv import KVLayout
 
@@ -60,13 +61,19 @@ class FakeExecutor:
             for row in plan.rows[: len(plan.rows) // 2]:
                 self._compute(row)  # a step may die half way
             raise error
-        tokens = []
+        tokens, candidates = [], []
         for row in plan.rows:
+            if row.search is not None and row.search.tails:
+                candidates.append(_best(row.search, self._compute_beams(row)))
+                continue
             digest = self._compute(row)
+            if row.search is not None:
+                assert row.stop == len(row.tokens)
+                candidates.append(_best(row.search, [digest]))
             if row.sampling is not None:
                 assert row.stop == len(row.tokens)
                 tokens.append(_token_of(digest, row.sampling.seed, row.sampling.params.temperature))
-        return StepResult(tokens)
+        return StepResult(tokens, candidates=candidates)
 
     @property
     def kv_layout(self) -> KVLayout:
@@ -125,6 +132,51 @@ class FakeExecutor:
             self.slots[self._slot(row.blocks, position)] = (row.tokens[position], digest)
             self.num_computed += 1
         return digest
+
+    def _compute_beams(self, row: Row) -> list[int]:
+        """Each beam's digest, read through its tail: every token there must follow the one before it."""
+        step = row.search
+        assert step is not None and len(row.tokens) == row.stop - row.start == len(step.tails)
+        before = self.slots[self._slot(row.blocks, step.num_shared - 1)]
+        assert before is not None
+        digests = []
+        for at, (token, tail) in enumerate(zip(row.tokens, step.tails, strict=True)):
+            assert tail[-1] == row.start + at
+            digest = before[1]
+            for position in tail[:-1]:
+                held = self.slots[self._slot(row.blocks, position)]
+                if held is None or held[1] != _mix(digest, held[0]):
+                    raise StaleRead(f"sequence {row.sequence_id}, beam {at} reads {held} at {position}")
+                digest = held[1]
+            digests.append(_mix(digest, token))
+        for at, (token, digest) in enumerate(zip(row.tokens, digests, strict=True)):
+            self.slots[self._slot(row.blocks, row.start + at)] = (token, digest)
+            self.num_computed += 1
+        return digests
+
+
+def logprob(digest: int, token: int) -> float:
+    """Of a token after everything that led to a digest; a model's, but for their sum."""
+    return -10 * (_mix(digest, token) / 2**64) - 0.1
+
+
+def digest_of(tokens: Sequence[int]) -> int:
+    digest = _START
+    for token in tokens:
+        digest = _mix(digest, token)
+    return digest
+
+
+def _best(step: SearchStep, digests: list[int]) -> Candidates:
+    assert len(digests) == len(step.scores)
+    found = [
+        (score + logprob(digest, token), beam, token)
+        for beam, (digest, score) in enumerate(zip(digests, step.scores, strict=True))
+        for token in range(VOCAB)
+    ]
+    found.sort(reverse=True)
+    scores, beams, tokens = zip(*found[: step.num_candidates], strict=True)
+    return Candidates(beams, tokens, scores, [0] * len(scores), [False] * len(scores))
 
 
 def settle(engine):

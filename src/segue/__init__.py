@@ -20,17 +20,21 @@ from segue.base.errors import (
     StateError,
     StepFailed,
 )
-from segue.base.types import FinishReason, SamplingParams
-from segue.engine import AsyncEngine, Completion, Delta, EngineCore, Request, Result, Stream
+from segue.base.types import BeamParams, FinishReason, SamplingParams
+from segue.engine import AsyncEngine, Beam, Completion, Delta, EngineCore, Request, Result, Stream, Then
 from segue.state import State
 
 if TYPE_CHECKING:
     from segue.model.engine import Engine
+    from segue.model.items import Catalogue
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncEngine",
+    "Beam",
+    "BeamParams",
+    "Catalogue",
     "Completion",
     "Delta",
     "Engine",
@@ -49,13 +53,18 @@ __all__ = [
     "StateError",
     "StepFailed",
     "Stream",
+    "Then",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """`Engine` brings torch; it is imported when it is first named, so that the rest stays light."""
+    """`Engine` brings torch, `Catalogue` numpy; they are imported when they are first named, so that the rest stays light."""
     if name == "Engine":
         from segue.model.engine import Engine
 
         return Engine
+    if name == "Catalogue":
+        from segue.model.items import Catalogue
+
+        return Catalogue
     raise AttributeError(f"module 'segue' has no attribute {name!r}")

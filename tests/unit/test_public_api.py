@@ -8,9 +8,9 @@ import segue
 
 def test_the_public_names():
     assert sorted(segue.__all__) == [
-        "AsyncEngine", "Completion", "Delta", "Engine", "EngineClosed", "EngineConfig", "EngineCore", "FinishReason",
-        "InvalidRequest", "ModelError", "Request", "Result", "SamplingParams", "SegueError", "SnapshotError", "State",
-        "StateError", "StepFailed", "Stream",
+        "AsyncEngine", "Beam", "BeamParams", "Catalogue", "Completion", "Delta", "Engine", "EngineClosed", "EngineConfig",
+        "EngineCore", "FinishReason", "InvalidRequest", "ModelError", "Request", "Result", "SamplingParams", "SegueError",
+        "SnapshotError", "State", "StateError", "StepFailed", "Stream", "Then",
     ]  # fmt: skip
     for name in segue.__all__:
         assert getattr(segue, name) is not None

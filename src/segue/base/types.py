@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from segue.base.errors import InvalidRequest
 
 MAX_LOGPROBS = 100
 MAX_SEED = 2**63 - 1
+MAX_WIDTH = 512  # beams of one search
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
@@ -42,7 +43,8 @@ class SamplingParams:
     """How tokens are chosen and when to stop; a value that cannot work is refused here, by name.
 
     `temperature=0` is greedy. `max_tokens=None` means: up to the model's length. `seed=None` draws one per request, so that a
-    request can still be resumed exactly. `logprobs=k` returns the k most likely tokens at each step beside the chosen one,
+    request can still be resumed exactly. `allowed_token_ids`, if any, are all that is ever sampled.
+    `logprobs=k` returns the k most likely tokens at each step beside the chosen one,
     from the model's own distribution (before temperature, penalties and bias).
     """
 
@@ -60,13 +62,15 @@ class SamplingParams:
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop: bool = False
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            object.__setattr__(self, name, _tuple(name, getattr(self, name)))
         object.__setattr__(self, "logit_bias", _frozen_mapping("logit_bias", self.logit_bias))
         for name in ("ignore_eos", "include_stop"):
             if not isinstance(getattr(self, name), bool):
@@ -107,12 +111,86 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequest("stop", "each stop string must be a non-empty string")
-        for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, None)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name):
+                _whole(name, token, 0, None)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """A beam search: `width` lines at a time, of at most `max_tokens` tokens; the `n` best are returned, all by default.
+
+    A line's score is its log-probability divided by its length to the power of `length_penalty`. A line ends with an eos or stop
+    token, or where a catalogue has no more. `early_stopping`: stop as soon as `width` lines have ended (True), when the best one
+    that goes on is worse than all of those at its present length (False), or at any length ("never"). With a `temperature`,
+    lines are drawn, without replacement, by `seed`.
+
+    `catalogue`, a name that the engine knows or the thing itself, limits lines to its items, of those `allow` names if given
+    and without those that `deny` does; `allowed_token_ids` limits every token. `scoring` says what a token's log-probability is
+    taken over: "full", the whole vocabulary, or "legal", what was allowed in its place. Where several thoughts lead to the same
+    line, `merge` gives it its "best" score, or, with "sum", that of all of them together.
+    """
+
+    width: int = 4
+    max_tokens: int | None = None
+    n: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    temperature: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    allowed_token_ids: tuple[int, ...] = ()
+    catalogue: Any = None
+    allow: tuple[str, ...] | None = None
+    deny: tuple[str, ...] = ()
+    scoring: Literal["full", "legal"] = "full"
+    merge: Literal["best", "sum"] = "best"
+
+    def __post_init__(self) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids", "deny"):
+            object.__setattr__(self, name, _tuple(name, getattr(self, name)))
+        _whole("width", self.width, 1, MAX_WIDTH)
+        for name in ("max_tokens", "n"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 1, None if name == "max_tokens" else self.width)
+        _real("length_penalty", self.length_penalty, -10.0, 10.0)
+        _real("temperature", self.temperature, 0.0, 100.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, MAX_SEED)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name):
+                _whole(name, token, 0, None)
+        self._check_words()
+
+    def _check_words(self) -> None:
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequest("early_stopping", f'must be true, false or "never", got {self.early_stopping!r:.40}')
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest("ignore_eos", f"must be True or False, got {self.ignore_eos!r:.40}")
+        for name, known in (("scoring", ("full", "legal")), ("merge", ("best", "sum"))):
+            if getattr(self, name) not in known:
+                raise InvalidRequest(name, f"must be {known[0]!r} or {known[1]!r}, got {getattr(self, name)!r:.40}")
+        if self.allow is not None:
+            object.__setattr__(self, "allow", _tuple("allow", self.allow))
+        for name in ("allow", "deny"):
+            items = getattr(self, name)
+            if items and self.catalogue is None:
+                raise InvalidRequest(name, "names items of a catalogue, and there is none")
+            if any(not isinstance(item, str) for item in items or ()):
+                raise InvalidRequest(name, "must be names of items")
+        if self.catalogue is not None and self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids", "the catalogue says already what is allowed")
+        if self.catalogue is None and self.max_tokens is None:
+            raise InvalidRequest("max_tokens", "is missing: without a catalogue nothing else ends the search")
+        if self.scoring == "legal" and self.catalogue is None and not self.allowed_token_ids:
+            raise InvalidRequest(
+                "scoring", "'legal' needs something that says what is: a catalogue or allowed_token_ids"
+            )
 
 
 def _tuple(name: str, values: object) -> tuple[Any, ...]:

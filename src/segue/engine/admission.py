@@ -10,6 +10,7 @@ from typing import Any
 from segue.base.config import EngineConfig
 from segue.base.errors import InvalidRequest, RequestTooLong
 from segue.base.types import SamplingParams
+from segue.engine.beam import Search
 
 Prompt = str | Sequence[int]
 
@@ -44,15 +45,15 @@ def as_list(prompts: Any) -> list[Any]:
     return [items] if hasattr(items[0], "__index__") else items
 
 
-def check_request(prompt: array[int], params: SamplingParams, config: EngineConfig, vocab_size: int | None) -> None:
+def check_prompt(prompt: array[int]) -> None:
     if not prompt:
         raise InvalidRequest("prompt", "is empty: there must be at least one token to continue from")
-    check_vocabulary("prompt", prompt, params, vocab_size)
-    check_lengths(len(prompt), params, config)
 
 
-def check_lengths(num_prompt: int, params: SamplingParams, config: EngineConfig) -> None:
+def check_lengths(num_prompt: int, params: SamplingParams, search: Search | None, config: EngineConfig) -> None:
     """Refuse what the model or its memory could never hold, whatever else is going on."""
+    if search is not None:
+        _check_search(num_prompt, params, search, config)
     _check_length(num_prompt, params.max_tokens, config.max_model_len)
     if num_prompt + params.min_tokens > config.max_sequence_len:
         room = max(config.max_sequence_len - num_prompt, 0)
@@ -60,15 +61,57 @@ def check_lengths(num_prompt: int, params: SamplingParams, config: EngineConfig)
     _check_memory(num_prompt, params.max_tokens, config)
 
 
-def check_vocabulary(field: str, tokens: array[int], params: SamplingParams, vocab_size: int | None) -> None:
+def longest_answer(search: Search | None, config: EngineConfig) -> int:
+    """Tokens that a sequence may have, so that there is room for what follows it: the last token sampled needs no KV, but a
+    search's prefix does, to its end."""
+    if search is None or not search.thinks:
+        return config.max_sequence_len
+    rest = len(search.suffix)
+    return min(config.max_model_len - rest - search.max_tokens, config.kv_tokens - rest - search.num_slots)
+
+
+def _check_search(num_prompt: int, params: SamplingParams, search: Search, config: EngineConfig) -> None:
+    """The same for a search, and for what it follows."""
+    widest = config.max_step_tokens - config.max_running
+    if search.params.width > widest:
+        raise InvalidRequest(
+            "width",
+            f"{search.params.width} is over {widest}: a step computes {config.max_step_tokens} tokens, "
+            f"{config.max_running} of them for other requests",
+        )
+    thought = (params.max_tokens or 1) if search.thinks else 0
+    prefix = num_prompt + thought + len(search.suffix)
+    if prefix + search.max_tokens > config.max_model_len:
+        raise RequestTooLong(
+            "max_tokens",
+            f"{prefix} tokens before the search + its max_tokens={search.max_tokens} is over the limit of "
+            f"{config.max_model_len}",
+        )
+    needed = -(-(prefix + search.num_slots) // config.block_size)
+    if needed > config.num_blocks - 1:
+        raise RequestTooLong(
+            "width",
+            f"{needed} blocks are needed for {prefix} tokens and {search.num_slots} of beams, the KV memory can never "
+            f"hold more than {config.num_blocks - 1}",
+        )
+
+
+def check_vocabulary(
+    field: str, tokens: array[int], params: SamplingParams, search: Search | None, vocab_size: int | None
+) -> None:
     """Only tokens that are new here: a parent's were checked when they came."""
     if vocab_size is None:
         return
-    named = {
+    named: dict[str, Iterable[int]] = {
         field: (min(tokens), max(tokens)) if tokens else (),
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": params.logit_bias,
+        "allowed_token_ids": params.allowed_token_ids,
     }
+    if search is not None:
+        named["suffix"] = search.suffix
+        named["beam.stop_token_ids"] = search.params.stop_token_ids
+        named["beam.allowed_token_ids"] = search.params.allowed_token_ids
     for name, ids in named.items():
         for token in ids:
             if not 0 <= token < vocab_size:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from segue.base.clock import Clock
 from segue.base.errors import SegueError
 from segue.base.types import FinishReason
+from segue.engine.beam import Beam, merged
 from segue.engine.executor import TokenLogprobs
 from segue.engine.handoff import Export
 from segue.engine.outputs import Completion, Delta, Result
@@ -28,6 +29,7 @@ class Active:
     texts: list[AnswerText | None]
     unfinished: int  # answers whose last delta is still to come
     export: Export | None = None
+    found: list[list[Beam]] = field(default_factory=list)  # by the searches that have ended
 
 
 class Answers:
@@ -75,7 +77,7 @@ class Answers:
                 active.result.set_prompt(active.turn.prompt, active.turn.num_prompt)  # an heir's is known only by now
             piece = _next_piece(active.texts[sequence.index], token, sequence, finish)
             chosen = (logprobs,) if logprobs is not None else ()
-            reason = sequence.finish_reason
+            reason = sequence.finish_reason if sequence.search is None else None
             reuse = sequence.reuse if reason is not None else None
             delta = Delta(
                 sequence.turn.id, sequence.index, (token,), piece, chosen, reason, state=sequence.state, reuse=reuse
@@ -83,6 +85,46 @@ class Answers:
             deltas.append(delta)
             self._record(active, delta)
         return deltas
+
+    def conclude(self, ended: list[Sequence]) -> list[Delta]:
+        """The last deltas of answers whose search is over; with a request's very last one comes what was found."""
+        now = self._clock.now()
+        deltas = []
+        for sequence in ended:
+            active, thought = self._active[sequence.turn.id], sequence.thought
+            if active.result.first_token_at is None:
+                active.result.first_token_at = now
+                active.result.set_prompt(active.turn.prompt, active.turn.num_prompt)
+            assert sequence.search is not None
+            active.found.append(sequence.search.results(sequence.index))
+            is_last = len(active.found) == len(active.result.completions)
+            beams = self._merged(active) if is_last else None
+            reason = sequence.finish_reason if thought is None else thought.reason
+            completion = active.result.completions[sequence.index]
+            completion.search_prefilled = thought.num_prefilled if thought is not None else 0
+            delta = Delta(
+                sequence.turn.id, sequence.index, (), "", (), reason, None, sequence.state, sequence.reuse, beams
+            )
+            deltas.append(delta)
+            if beams is not None:
+                active.result.take(beams, is_answer=thought is None)
+            self._record(active, delta)
+        return deltas
+
+    def _merged(self, active: Active) -> tuple[Beam, ...]:
+        search = active.turn.search
+        assert search is not None
+        count = search.params.n or search.params.width
+        best = merged(active.found, search.params.merge, len(active.found), count)
+        return tuple(replace(beam, text=self._text_of(beam, active.turn)) for beam in best)
+
+    def _text_of(self, beam: Beam, turn: Turn) -> str:
+        """A token that ends the line by being itself is not part of its text."""
+        if self._tokenizer is None or not turn.detokenize:
+            return ""
+        stream = self._tokenizer.answer_stream()
+        hidden = beam.finish_reason is FinishReason.STOP and not beam.items
+        return stream.push(beam.token_ids[:-1] if hidden else beam.token_ids) + stream.flush()
 
     def end(self, active: Active, indices: Iterable[int], error: SegueError) -> list[Delta]:
         """The last deltas of a request that came to nothing."""
@@ -123,9 +165,15 @@ def _next_piece(text: AnswerText | None, token: int, sequence: Sequence, finish:
     """A token that ends the answer by being itself (eos, stop token) is not part of its text."""
     if text is None:
         return ""
-    hidden = sequence.finish_reason is FinishReason.STOP and not sequence.sampling.params.include_stop
+    hidden = _reason(sequence) is FinishReason.STOP and not sequence.sampling.params.include_stop
     piece = "" if hidden else text.push(token)
-    if text.stopped:
+    if text.stopped and sequence.search is None:
         finish(sequence, FinishReason.STOP)
-        sequence.finish_reason = FinishReason.STOP
-    return piece + text.flush() if sequence.finish_reason is not None else piece
+        if sequence.search is None:
+            sequence.finish_reason = FinishReason.STOP
+    return piece + text.flush() if _reason(sequence) is not None else piece
+
+
+def _reason(sequence: Sequence) -> FinishReason | None:
+    """Why no more tokens of this answer come, if so."""
+    return sequence.thought.reason if sequence.thought is not None else sequence.finish_reason

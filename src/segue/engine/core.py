@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from segue.base.errors import ForgottenState, StateError, UnknownState
+from segue.base.errors import ForgottenState, InvalidRequest, StateError, UnknownState
 from segue.base.types import FinishReason, Scope
+from segue.engine.beam import Catalogued
 from segue.engine.desk import FILE_CHUNK, WIRE_CHUNK
 from segue.engine.handoff import Export, Import
 from segue.engine.loop import EngineLoop, new_request_id
@@ -91,6 +92,21 @@ class EngineCore(EngineLoop):
         longest = self.kv.blocks_for(self.config.max_sequence_len)
         self.kv.leases.set_quota(tenant, num_blocks, spare=self.config.num_blocks - 1 - longest)
 
+    def set_catalogue(self, name: str, catalogue: Catalogued | None) -> None:
+        """Let searches name a catalogue; None: no longer. Those under way keep the one they began with."""
+        check_id("catalogue", name)
+        if catalogue is None:
+            self._turns.catalogues.pop(name, None)
+        elif isinstance(catalogue, Catalogued):
+            self._turns.catalogues[name] = catalogue
+        else:
+            raise InvalidRequest("catalogue", f"must be a Catalogue, not {type(catalogue).__name__}")
+
+    @property
+    def catalogues(self) -> Mapping[str, Catalogued]:
+        """By name."""
+        return self._turns.catalogues
+
     def decisions(self, tenant: str | None = None, job_id: str | None = None) -> Iterator[Decision]:
         """What the policy decided at the ends of turns, the newest first; of one tenant's or one job's only, if asked."""
         for decision in self._scheduler.jobs.decisions:
@@ -118,6 +134,7 @@ class EngineCore(EngineLoop):
         """A snapshot whose chunks can be read between steps, and what to call when they have been."""
         sequence = self._turns.unfinished(state, salt or "") if isinstance(state, str) else None
         if sequence is not None:
+            _check_movable(sequence)
             found = self._scheduler.fork(sequence, sequence.state_id, transient=True)
             found.progress = self._progress(sequence)
             lease = found.lease
@@ -205,6 +222,7 @@ class EngineCore(EngineLoop):
             raise UnknownState(f"no request {request_id!r} is running")
         if active.export is not None:
             raise StateError(f"{request_id!r} is on its way to another engine already")
+        _check_movable(sequence)
         progress = self._progress(sequence)
         state = self._scheduler.park(sequence)
         state.progress = progress
@@ -274,6 +292,11 @@ class EngineCore(EngineLoop):
         if salt is None:
             salt = state.scope.salt if isinstance(state, State) else ""
         return self._desk.find(state, salt)
+
+
+def _check_movable(sequence: Sequence) -> None:
+    if sequence.turn.search is not None:
+        raise StateError(f"{sequence.turn.id!r} searches, or is about to: it can be moved or saved when it has ended")
 
 
 def new_state_id() -> str:

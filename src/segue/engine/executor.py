@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from segue.engine.beam import Candidates, SearchStep
 from segue.engine.sequence import Sampling
 from segue.kv import Copy, KVLayout
 from segue.kv.tiers import Codec
@@ -14,6 +15,9 @@ from segue.kv.tiers import Codec
 
 class Row(NamedTuple):
     """One sequence's share of a step: compute positions `start … stop-1`, then sample if `sampling` is there.
+
+    With `search`, find the best continuations instead. If that has `tails`, the row is a group of beams: `tokens` are one for
+    each, all at the same place of their lines, and their KV goes to positions `start … stop-1` of the blocks.
 
     `tokens` and `blocks` are the sequence's own arrays, to be read until the step is applied, and never kept.
     """
@@ -24,6 +28,7 @@ class Row(NamedTuple):
     stop: int
     blocks: array[int]
     sampling: Sampling | None
+    search: SearchStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,7 @@ class StepResult:
 
     tokens: Seq[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    candidates: Seq[Candidates] = ()  # for the i-th row that searches
 
 
 def check_result(plan: StepPlan, result: StepResult) -> None:
@@ -59,6 +65,9 @@ def check_result(plan: StepPlan, result: StepResult) -> None:
     wanted = sum(row.sampling is not None for row in plan.rows)
     if len(result.tokens) != wanted:
         raise ValueError(f"{wanted} rows sample, and the executor gave {len(result.tokens)} tokens")
+    searching = sum(row.search is not None for row in plan.rows)
+    if len(result.candidates) != searching:
+        raise ValueError(f"{searching} rows search, and the executor gave candidates for {len(result.candidates)}")
 
 
 class Executor(Protocol):

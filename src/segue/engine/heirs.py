@@ -58,7 +58,7 @@ class Heirs:
         try:
             if at > state.num_tokens:
                 raise InvalidRequest("at", f"{at} is past the end of the parent, which has {state.num_tokens} tokens")
-            check_lengths(at + len(turn.prompt), turn.params, self._config)
+            check_lengths(at + len(turn.prompt), turn.params, turn.search, self._config)
         except InvalidRequest as error:
             self._orphan(turn, error)
             return

@@ -121,6 +121,8 @@ class EngineLoop:
         self._scheduler.jobs.gauge.step(self._step_seconds, self._scheduler.num_planned, len(plan.rows))
         produced = self._scheduler.apply(plan, result)
         self._deliver(self._answers.publish(produced, self._scheduler.finish))
+        if found := self._scheduler.take_found():
+            self._deliver(self._answers.conclude(found))
         self._tell_orphans()
         if self._tiers is not None and not self._scheduler.num_running:
             self._tiers.rest()

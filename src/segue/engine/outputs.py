@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from segue.base.errors import SegueError
 from segue.base.types import FinishReason
+from segue.engine.beam import Beam
 from segue.engine.executor import TokenLogprobs
 from segue.engine.sequence import Reuse
 from segue.state import State
@@ -25,6 +26,7 @@ class Delta:
     error: SegueError | None = None
     state: State | None = None  # with the last one, if the answer ended well
     reuse: Reuse | None = None  # with the last one
+    beams: tuple[Beam, ...] | None = None  # with the very last one of a request that searches
 
 
 @dataclass(slots=True)
@@ -39,6 +41,8 @@ class Completion:
     finish_reason: FinishReason | None = None
     reuse: Reuse = field(default_factory=Reuse)
     state: State | None = None
+    score: float | None = None  # of a line that a search found
+    search_prefilled: int = 0  # tokens that the search after a thought had to compute before its first step
 
     def add(self, delta: Delta) -> None:
         self.token_ids += delta.token_ids
@@ -62,6 +66,7 @@ class Result:
     first_token_at: float | None = None
     finished_at: float | None = None
     error: SegueError | None = None
+    beams: list[Beam] = field(default_factory=list)  # what a search found, the best first
 
     @property
     def text(self) -> str:
@@ -75,6 +80,16 @@ class Result:
     def prompt_token_ids(self) -> list[int]:
         """A continuation's include its parent's tokens."""
         return self._tokens[: self.num_prompt].tolist()
+
+    def take(self, beams: tuple[Beam, ...], *, is_answer: bool) -> None:
+        """What a search found. If nothing was sampled before it, the lines are the answers."""
+        self.beams = list(beams)
+        if is_answer:
+            first = self.completions[0]
+            self.completions[:] = [first] + [Completion(index) for index in range(1, len(beams))]
+            for completion, beam in zip(self.completions, beams, strict=False):
+                completion.token_ids, completion.text = list(beam.token_ids), beam.text
+                completion.finish_reason, completion.score = beam.finish_reason, beam.score
 
     def set_prompt(self, tokens: array[int], num_prompt: int) -> None:
         self._tokens, self.num_prompt = tokens, num_prompt

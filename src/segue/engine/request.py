@@ -7,13 +7,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from segue.base.errors import InvalidRequest
-from segue.base.types import SamplingParams
+from segue.base.types import BeamParams, SamplingParams
 from segue.engine.admission import Prompt
 from segue.engine.sequence import Hold
 from segue.state import State
 
 At = int | Literal["now"] | None
 MAX_HOLD_SECONDS = 1e9  # some thirty years
+
+
+@dataclass(frozen=True, slots=True)
+class Then:
+    """What follows a thought: the `suffix`, of which a thought that was stopped may already have the first part, and a search."""
+
+    beam: BeamParams
+    suffix: Prompt = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.beam, BeamParams):
+            raise InvalidRequest("beam", f"must be BeamParams, not {type(self.beam).__name__}")
+
+
+_NO_PARAMS = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +42,8 @@ class Request:
     engine: whoever lets tenants choose ids puts something of the tenant's before them. `priority` is for the policy: by
     default the smallest runs first. Turns with the same `job_id` (of one salt) are a job, whose KV the policy may keep between
     them, until the one with `is_last_step`. Without `detokenize`, deltas have token ids and no text, unless a stop string is
-    sought.
+    sought. With `beam`, the answers are the lines that a search finds, and `params` are not used; with `then`, each answer is a
+    thought, and a search follows it without a break: what it found is in the result's `beams`.
     """
 
     prompt: Prompt | None = None
@@ -45,6 +61,8 @@ class Request:
     priority: int = 0
     is_last_step: bool = False
     detokenize: bool = True
+    beam: BeamParams | None = None
+    then: Then | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
@@ -60,7 +78,18 @@ class Request:
         for name in ("detokenize", "is_last_step"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(name, f"must be True or False, got {getattr(self, name)!r}")
+        self._check_search()
         self._check_parent()
+
+    def _check_search(self) -> None:
+        for name, kind in (("beam", BeamParams), ("then", Then)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise InvalidRequest(name, f"must be {kind.__name__}, not {type(value).__name__}")
+        if self.beam is not None and self.then is not None:
+            raise InvalidRequest("beam", "is given and a search that follows a thought too: there is one search")
+        if self.beam is not None and self.params != _NO_PARAMS:
+            raise InvalidRequest("params", "are for sampling, and a search samples nothing before it: leave them out")
 
     def _check_parent(self) -> None:
         if self.parent is None:

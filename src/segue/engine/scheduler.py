@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from segue.base.clock import Clock
 from segue.base.config import EngineConfig
 from segue.base.types import FinishReason
+from segue.engine.admission import longest_answer
+from segue.engine.beam import Candidates, SearchStep
 from segue.engine.executor import Row, StepPlan, StepResult, TokenLogprobs
 from segue.engine.heirs import WHY_GONE, Heirs
 from segue.engine.jobs import JobDesk
@@ -71,6 +73,7 @@ class Scheduler:
         self._loaded: list[Load] = []  # of those, complete and waiting for their first step
         self._asking: dict[int, Sequence] = {}  # without blocks: a tier is asked what it has for them
         self._next_id = 0
+        self._found: list[Sequence] = []
         self._now = clock.now()  # one time for all of a plan's decisions
         self._blocked: _Blocked | None = None
         self.jobs = JobDesk(policy, kv, clock, lambda: (len(self._waiting), len(self._running)), decode, tiers)
@@ -90,7 +93,7 @@ class Scheduler:
     def submit(self, turn: Turn) -> None:
         """Queue a turn that was found to fit. Its first answer computes the prompt, the others share it."""
         params = turn.params
-        limit = self.config.max_sequence_len
+        limit = longest_answer(turn.search, self.config)
         if params.max_tokens is not None:
             limit = min(limit, turn.num_prompt + params.max_tokens)
         for index in range(params.n):
@@ -134,13 +137,17 @@ class Scheduler:
         running = self._running
         budget = self.config.max_step_tokens
         behind = len(running)
+        beams_behind = sum(_num_beams(sequence) for sequence in running.values())
         for sequence in list(running.values()):
             behind -= 1
+            num_beams = _num_beams(sequence)
+            beams_behind -= num_beams
             table = sequence.table
             if table is None or sequence.id not in running:
                 continue  # preempted a moment ago, by one in front
-            start = sequence.num_computed
-            stop = min(len(sequence.tokens), start + budget - behind)
+            if num_beams > budget - behind:
+                continue  # all of a group's beams or none: those in front go first, and soon end
+            start, stop = _extent(sequence, max(budget - behind - beams_behind, 1))
             reservation = self._grow(table, start, stop)
             while reservation is None and self._preempt_for(sequence, rows, copies):
                 reservation = self._grow(table, start, stop)
@@ -175,6 +182,8 @@ class Scheduler:
         del self._running[sequence.id]
         self.kv.clear(sequence.table)
         sequence.num_computed = 0
+        if sequence.search is not None:
+            sequence.search.restart()
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._wait(sequence)
@@ -351,12 +360,18 @@ class Scheduler:
         produced: list[Produced] = []
         running, commit, size = self._running, self.kv.commit, self.kv.block_size
         logprobs, sampled = result.logprobs, 0
-        for sequence_id, tokens, _, stop, _, sampling in plan.rows:
+        candidates = iter(result.candidates)
+        for sequence_id, tokens, _, stop, _, sampling, step in plan.rows:
             sequence = running[sequence_id]
+            if step is not None and step.tails:
+                self._expand(sequence, step, next(candidates))
+                continue
             sequence.num_computed = stop
             table = sequence.table
             if table is not None and stop // size > table.num_committed:
                 commit(table, tokens, stop)
+            if step is not None:
+                self._expand(sequence, step, next(candidates))
             if sampling is None:
                 continue
             token = result.tokens[sampled]
@@ -369,6 +384,18 @@ class Scheduler:
             if (length >= sequence.limit or token in sampling.stop_ids) and (reason := sequence.stop_reason(token)):
                 self.finish(sequence, reason)
         return produced
+
+    def _expand(self, sequence: Sequence, step: SearchStep, candidates: Candidates) -> None:
+        search = sequence.search
+        assert search is not None
+        if not search.take(step, candidates):
+            best = search.found[0] if search.found else None
+            self.finish(sequence, FinishReason.STOP if best is None else best.finish_reason)
+
+    def take_found(self) -> list[Sequence]:
+        """The sequences whose search has ended well since the last call."""
+        found, self._found = self._found, []
+        return found
 
     def _wake_siblings(self, first: Sequence) -> None:
         """The prompt is computed: the request's other answers share all of it but the last token, which each computes
@@ -409,6 +436,13 @@ class Scheduler:
         state, and its heirs go on from it."""
         if sequence.status is Status.FINISHED:
             return
+        ends_well = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if ends_well and sequence.turn.search is not None:
+            if sequence.search is None:
+                sequence.end_thought(sequence.turn.search, reason)
+                return
+            self._found.append(sequence)
+            sequence.tokens.extend(sequence.search.found[0].token_ids if sequence.search.found else ())
         self._waiting.remove(sequence)
         self._running.pop(sequence.id, None)
         self._stop_loading(sequence)
@@ -419,7 +453,7 @@ class Scheduler:
         table = sequence.table
         if table is not None and error is None:
             self.kv.commit_tail(table, sequence.tokens, sequence.num_computed)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if ends_well:
             self._leave_state(sequence)
             if table is not None and self.tiers is not None:
                 self.tiers.turn_ended(table, sequence.tokens, sequence.num_computed)
@@ -518,7 +552,27 @@ def _known_keys(sequence: Sequence, kv: KVManager) -> list[int]:
     return turn.parent.keys[: turn.num_shared // kv.block_size] if turn.parent is not None else []
 
 
+def _num_beams(sequence: Sequence) -> int:
+    """Rows that its next step must have, all of them."""
+    return sequence.search.width if sequence.is_expanding and sequence.search is not None else 0
+
+
+def _extent(sequence: Sequence, most: int) -> tuple[int, int]:
+    """The positions that its next step writes: `most` at most, unless they are a group's beams."""
+    if sequence.is_expanding and (search := sequence.search) is not None:
+        first = len(sequence.tokens) + search.num_written
+        return first, first + search.width
+    return sequence.num_computed, min(len(sequence.tokens), sequence.num_computed + most)
+
+
 def _row(sequence: Sequence, table: BlockTable, stop: int) -> Row:
-    """Compute up to `stop`; sample if that is the last token there is."""
+    """Compute up to `stop`; sample, or search, if that is the last token there is."""
+    search, length = sequence.search, len(sequence.tokens)
+    if search is not None and search.has_begun:
+        fed, first = search.tokens(), length + search.num_written
+        return Row(sequence.id, fed, first, stop, table.blocks, None, search.step(length))
+    if search is not None:
+        step = search.step(length) if stop == length else None
+        return Row(sequence.id, sequence.tokens, sequence.num_computed, stop, table.blocks, None, step)
     sampling = sequence.sampling if stop == len(sequence.tokens) else None
     return Row(sequence.id, sequence.tokens, sequence.num_computed, stop, table.blocks, sampling)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from segue.base.types import FinishReason, SamplingParams, Scope
+from segue.engine.beam import BeamSearch, Search
 from segue.kv import BlockTable, Lease
 from segue.policies import Call, Job, TurnView
 from segue.state import State
@@ -42,6 +43,15 @@ class Reuse:
     @property
     def inherited(self) -> int:
         return self.held + self.cached + self.loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Where a thought ended, in tokens of its sequence, and what the search that follows it had to compute first."""
+
+    end: int
+    reason: FinishReason
+    num_prefilled: int
 
 
 class Status(Enum):
@@ -84,6 +94,7 @@ class Turn:
     priority: int = 0
     is_last_step: bool = False
     detokenize: bool = True
+    search: Search | None = None
     num_output: int = 0  # tokens at the end of `prompt` that are output, when the turn starts here
     sequences: list[Sequence] = field(default_factory=list)
     heirs: list[Heir] = field(default_factory=list)
@@ -131,9 +142,11 @@ class Sequence:
         "num_prompt",
         "reuse",
         "sampling",
+        "search",
         "state",
         "status",
         "table",
+        "thought",
         "tokens",
         "turn",
     )
@@ -159,6 +172,10 @@ class Sequence:
         self.num_preemptions = 0
         self.has_asked = False  # tiers that others share, for what they have of it
         self.reuse: Reuse | None = None  # None before it first runs
+        self.search: BeamSearch | None = None  # once it is one: from then on no more tokens come
+        self.thought: Thought | None = None  # that led to the search
+        if turn.search is not None and not turn.search.thinks:
+            self.begin_search(turn.search)
 
     @property
     def state_id(self) -> str:
@@ -174,6 +191,23 @@ class Sequence:
             recomputed = max(once - num_reused, 0)
             cached, new = num_reused - num_held - num_loaded, len(self.tokens) - num_reused - recomputed
             self.reuse = Reuse(num_held, cached, recomputed, new, num_loaded)
+
+    @property
+    def is_expanding(self) -> bool:
+        """Its beams have tokens of their own, which the next step feeds."""
+        return self.search is not None and self.search.has_begun
+
+    def begin_search(self, search: Search) -> None:
+        seed = self.turn.seed if search.params.seed is None else search.params.seed
+        self.search = search.begin(self.turn.eos_ids, sample_seed(seed, self.index))
+
+    def end_thought(self, search: Search, reason: FinishReason) -> None:
+        """What was sampled so far was a thought: the suffix follows, and from there on a search."""
+        length = len(self.tokens)
+        stopped = reason is FinishReason.STOP
+        self.tokens.extend(search.suffix_after(self.tokens[self.num_prompt :], stopped=stopped))
+        self.thought = Thought(length, reason, len(self.tokens) - self.num_computed)
+        self.begin_search(search)
 
     @property
     def output(self) -> array[int]:

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from segue.base.clock import Clock
 from segue.base.config import EngineConfig
 from segue.base.errors import InvalidRequest, StateError
-from segue.base.types import Scope
-from segue.engine.admission import Prompt, as_token_ids, check_lengths, check_request, check_vocabulary
+from segue.base.types import MAX_SEED, BeamParams, SamplingParams, Scope
+from segue.engine.admission import Prompt, as_token_ids, check_lengths, check_prompt, check_vocabulary
 from segue.engine.answers import Answers
+from segue.engine.beam import Catalogued, Constraint, Search
 from segue.engine.desk import StateDesk
 from segue.engine.request import At, Request, as_hold
 from segue.engine.scheduler import Scheduler
@@ -42,6 +43,7 @@ class TurnMaker:
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
         self._reserved: set[str] = set()
+        self.catalogues: dict[str, Catalogued] = {}  # by the name that requests call them
         self._eos_ids = frozenset(tokenizer.eos_ids) if tokenizer is not None else frozenset()
 
     @property
@@ -122,46 +124,60 @@ class TurnMaker:
     def first(self, request: Request, request_id: str) -> Turn:
         assert request.prompt is not None
         prompt = self.encode("prompt", request.prompt, add_special=True)
-        check_request(prompt, request.params, self._config, self._vocab_size)
-        return self._turn(request, request_id, prompt, self.scope(request.salt, request.adapter))
+        params, search = self._asked(request)
+        check_prompt(prompt)
+        check_vocabulary("prompt", prompt, params, search, self._vocab_size)
+        check_lengths(len(prompt), params, search, self._config)
+        return self._turn(request, request_id, prompt, self.scope(request.salt, request.adapter), params, search)
 
     def continuation(self, request: Request, request_id: str) -> Turn | Heir:
         """An heir if the parent has not ended. Only the suffix is looked at token by token."""
         assert request.parent is not None
-        params = request.params
+        params, search = self._asked(request)
         suffix = self.encode("suffix", request.suffix, add_special=False)
-        check_vocabulary("suffix", suffix, params, self._vocab_size)
+        check_vocabulary("suffix", suffix, params, search, self._vocab_size)
         answer = self._answer(request.parent, request.salt) if isinstance(request.parent, str) else None
         if answer is None:
             parent = self._desk.find(request.parent, request.salt)
         elif request.at == "now":
-            parent = self._present(request, request_id, len(suffix))
+            parent = self._present(request, request_id, len(suffix), params, search)
         else:
-            return self._heir(request, request_id, *answer, suffix)
+            return self._heir(request, request_id, *answer, suffix, params, search)
         at = position(request.at, parent)
         _check_adapter(request.adapter, parent.scope)
-        check_lengths(at + len(suffix), params, self._config)
+        check_lengths(at + len(suffix), params, search, self._config)
         kept = parent.tokens if at == parent.num_tokens else parent.tokens[:at]
         prompt = kept + suffix  # the one thing here whose cost grows with the parent: a copy of its token ids
-        turn = self._turn(request, request_id, prompt, parent.scope)
+        turn = self._turn(request, request_id, prompt, parent.scope, params, search)
         turn.parent, turn.num_shared = parent, at
         return turn
 
-    def _heir(self, request: Request, request_id: str, parent: Turn, index: int, suffix: array[int]) -> Heir:
+    def _heir(
+        self,
+        request: Request,
+        request_id: str,
+        parent: Turn,
+        index: int,
+        suffix: array[int],
+        params: SamplingParams,
+        search: Search | None,
+    ) -> Heir:
         """What is too long already is refused at once; the rest is seen when the parent has ended."""
         _check_adapter(request.adapter, parent.scope)
         so_far = len(parent.sequences[index].tokens) if parent.sequences else 1
         at = request.at if isinstance(request.at, int) else None
-        check_lengths((so_far if at is None else at) + len(suffix), request.params, self._config)
-        return Heir(self._turn(request, request_id, suffix, parent.scope), parent, index, at)
+        check_lengths((so_far if at is None else at) + len(suffix), params, search, self._config)
+        return Heir(self._turn(request, request_id, suffix, parent.scope, params, search), parent, index, at)
 
-    def _present(self, request: Request, request_id: str, num_suffix: int) -> State:
+    def _present(
+        self, request: Request, request_id: str, num_suffix: int, params: SamplingParams, search: Search | None
+    ) -> State:
         """A running request where it stands. Whatever could refuse the child is looked at before the lease is taken."""
         assert isinstance(request.parent, str)
         sequence = self.unfinished(request.parent, request.salt)
         assert sequence is not None
         _check_adapter(request.adapter, sequence.turn.scope)
-        check_lengths(len(sequence.tokens) + num_suffix, request.params, self._config)
+        check_lengths(len(sequence.tokens) + num_suffix, params, search, self._config)
         return self._scheduler.fork(sequence, f"{request_id}/parent", transient=True)
 
     def resumed(self, state: State, request_id: str, hold: Hold | None, *, consume: bool) -> Turn:
@@ -188,15 +204,52 @@ class TurnMaker:
             raise StateError("it had finished: continue it instead")
         if progress.params.n != 1:
             raise StateError(f"one answer can be resumed, and its parameters ask for {progress.params.n}")
-        check_vocabulary("tokens", tokens, progress.params, self._vocab_size)
-        check_lengths(progress.num_prompt, progress.params, self._config)
+        check_vocabulary("tokens", tokens, progress.params, None, self._vocab_size)
+        check_lengths(progress.num_prompt, progress.params, None, self._config)
         limit = progress.num_prompt + (progress.params.max_tokens or self._config.max_sequence_len)
         if not progress.num_prompt <= len(tokens) < min(limit, self._config.max_sequence_len):
             raise StateError("it has no room left to go on in")
         return progress
 
-    def _turn(self, request: Request, request_id: str, prompt: array[int], scope: Scope) -> Turn:
-        params = request.params
+    def _asked(self, request: Request) -> tuple[SamplingParams, Search | None]:
+        """How to sample, and the search that follows, if any. What is searched at once samples nothing."""
+        beam = request.beam or (request.then.beam if request.then is not None else None)
+        if beam is None:
+            return request.params, None
+        constraint = self._constrain(beam) if beam.catalogue is not None else None
+        most = min(beam.max_tokens or MAX_SEED, constraint.depth if constraint is not None else MAX_SEED)
+        thinks = request.then is not None
+        suffix = (
+            self.encode("suffix", request.then.suffix, add_special=False) if request.then is not None else array("i")
+        )
+        search = Search(beam, most, constraint, thinks, suffix)
+        return request.params if thinks else SamplingParams(max_tokens=most), search
+
+    def _constrain(self, beam: BeamParams) -> Constraint:
+        """A catalogue by its name, or itself, without what this request does not want of it."""
+        catalogue = beam.catalogue
+        if isinstance(catalogue, str):
+            if catalogue not in self.catalogues:
+                raise InvalidRequest("catalogue", f"{catalogue!r} is not known: there are {sorted(self.catalogues)}")
+            catalogue = self.catalogues[catalogue]
+        if not isinstance(catalogue, Catalogued):
+            raise InvalidRequest("catalogue", f"must be a Catalogue or the name of one, not {type(catalogue).__name__}")
+        constraint = catalogue.restricted(beam.allow, beam.deny)
+        if self._vocab_size is not None and constraint.max_token >= self._vocab_size:
+            raise InvalidRequest(
+                "catalogue", f"token id {constraint.max_token} is outside the vocabulary of {self._vocab_size}"
+            )
+        return constraint
+
+    def _turn(
+        self,
+        request: Request,
+        request_id: str,
+        prompt: array[int],
+        scope: Scope,
+        params: SamplingParams,
+        search: Search | None,
+    ) -> Turn:
         return Turn(
             request_id,
             prompt,
@@ -211,6 +264,7 @@ class TurnMaker:
             priority=request.priority,
             is_last_step=request.is_last_step,
             detokenize=request.detokenize,
+            search=search,
         )
 
 

@@ -57,6 +57,10 @@ class Backend(Protocol):
         """The same for a matrix with a row for each token id, which is looked up in, and multiplied with few rows at a time."""
         ...
 
+    def part(self, matrix: Any, first: int, last: int) -> tuple[Any, int]:
+        """Rows `first … last-1` of a `vocabulary`, perhaps with some around them: how many before the first. Copies nothing."""
+        ...
+
     def gated_matrix(self, gate: Tensor, up: Tensor) -> Any:
         """Two weights of one shape as a layer's gated product takes them."""
         ...

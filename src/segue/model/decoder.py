@@ -26,14 +26,21 @@ class Decoder:
         self._head = self._embed if spec.tie_embeddings else backend.vocabulary(weights["head"])
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv: Tensor) -> Tensor:
-        """Logits of the rows that sample, fp32 [samples, vocab]; writes the KV of every row."""
+    def hidden(self, batch: Batch, kv: Tensor) -> Tensor:
+        """What the head makes logits of, for the rows that sample; writes the KV of every row."""
         ops = self._backend
         ops.prepare(batch)
         residual = ops.embed(self._embed, batch.tokens)
         x = ops.rms_norm(residual, self._first_norm, self.spec.rms_eps, into="normed")
-        x = self._run_layers(x, residual, batch, kv)
-        return ops.linear(x, self._head, None, into="logits").float()
+        return self._run_layers(x, residual, batch, kv)
+
+    @torch.inference_mode()
+    def logits(self, x: Tensor, first: int = 0, last: int | None = None) -> Tensor:
+        """fp32 [rows, vocab], or of the tokens `first … last-1` alone; valid until the next call."""
+        if last is None or last - first == self.spec.vocab_size:
+            return self._backend.linear(x, self._head, None, into="logits").float()
+        part, skipped = self._backend.part(self._head, first, last)
+        return self._backend.linear(x, part, None, into="some logits").float()[:, skipped : skipped + last - first]
 
 
 def _layer(weights: Mapping[str, Tensor], prefix: str, window: int | None, backend: Backend) -> Layer:

@@ -50,6 +50,9 @@ class NativeBackend:
         )
         return pack(weight)
 
+    def part(self, matrix: PackedWeight, first: int, last: int) -> tuple[PackedWeight, int]:
+        return self._kernels.part(matrix, first, last)
+
     def gated_matrix(self, gate: Tensor, up: Tensor) -> PackedWeight:
         self._num_weights += gate.numel() + up.numel()
         return self._kernels.pack_gated(gate, up, self._storage)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from segue.base.config import EngineConfig
-from segue.engine import StepPlan, StepResult
+from segue.engine import Row, StepPlan, StepResult
 from segue.kv import Copy
 from segue.model.backend import Backend
 from segue.model.batch import BatchBuilder
@@ -16,6 +17,7 @@ from segue.model.decoder import Decoder
 from segue.model.kv_codec import Int8Codec
 from segue.model.kv_copies import KVCopies
 from segue.model.sampler import sample
+from segue.model.searcher import Searcher
 
 
 class ModelRunner:
@@ -28,6 +30,7 @@ class ModelRunner:
         self._copies = KVCopies(self.kv, backend.kv_moves)
         self.kv_layout = self._copies.layout
         self._decoder = decoder
+        self._searcher = Searcher(decoder)
         blocks = -(-config.max_sequence_len // size)
         self._batches = BatchBuilder(config.max_step_tokens, config.max_running, blocks, size, backend.device)
 
@@ -35,13 +38,33 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.copies:
             self._copy(plan.copies)
-        logits = self.forward(plan)
-        rows = [row for row in plan.rows if row.sampling is not None]
-        return sample(logits, rows) if rows else StepResult(())
+        batch = self._batches.build(plan.rows)
+        x = self._decoder.hidden(batch, self.kv)
+        if not any(row.search is not None for row in plan.rows):
+            rows = [row for row in plan.rows if row.sampling is not None]
+            return sample(self._decoder.logits(x), rows) if rows else StepResult(())
+        return self._choose(x, plan.rows)
+
+    def _choose(self, x: Tensor, rows: Sequence[Row]) -> StepResult:
+        """Sample for some, search for others: `x` has a row for each token to sample, and one for each beam."""
+        at, sampled, searches = 0, [], []
+        for row in rows:
+            if row.search is not None:
+                count = max(len(row.search.tails), 1)
+                searches.append((slice(at, at + count), row.search))
+                at += count
+            elif row.sampling is not None:
+                sampled.append((at, row))
+                at += 1
+        result = StepResult(())
+        if sampled:
+            result = sample(self._decoder.logits(x[[at for at, _ in sampled]]), [row for _, row in sampled])
+        found = [self._searcher.expand(x[part], step) for part, step in searches]
+        return replace(result, candidates=found)
 
     def forward(self, plan: StepPlan) -> Tensor:
         """Logits of the rows that sample; the KV of every row is written."""
-        return self._decoder.forward(self._batches.build(plan.rows), self.kv)
+        return self._decoder.logits(self._decoder.hidden(self._batches.build(plan.rows), self.kv))
 
     def read_kv(self, blocks: Sequence[int], start: int, stop: int, out: memoryview) -> None:
         self._copies.read(blocks, start, stop, out)

@@ -58,6 +58,7 @@ def _adjusts(row: Row, sampling: Sampling) -> bool:
     params = sampling.params
     return bool(
         params.logit_bias
+        or params.allowed_token_ids
         or params.repetition_penalty != 1.0
         or params.presence_penalty
         or params.frequency_penalty
@@ -85,8 +86,17 @@ def _adjust(logits: Tensor, row: Row, sampling: Sampling) -> None:
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device, dtype=logits.dtype)
-    if _too_short(row, sampling) and sampling.stop_ids:
+    if params.allowed_token_ids:
+        allowed = torch.tensor(params.allowed_token_ids, device=logits.device)
+        kept = logits[allowed]
+        logits.fill_(-torch.inf)
+        logits[allowed] = kept
+    if _too_short(row, sampling) and sampling.stop_ids and not _allows_only(params, sampling.stop_ids):
         logits[torch.tensor(sorted(sampling.stop_ids), device=logits.device)] = -torch.inf
+
+
+def _allows_only(params: SamplingParams, ids: frozenset[int]) -> bool:
+    return bool(params.allowed_token_ids) and ids.issuperset(params.allowed_token_ids)
 
 
 # Drawing

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segue.model.backend import Layer, Stack, rope_tables
-from segue.model.batch import Batch, Span
+from segue.model.batch import Batch, Beams, Span
 from segue.model.kv_copies import KVMoves
 from segue.model.spec import ModelSpec
 
@@ -34,6 +34,9 @@ class TorchBackend:
 
     def vocabulary(self, weight: Tensor) -> Tensor:
         return self.matrix(weight)
+
+    def part(self, matrix: Tensor, first: int, last: int) -> tuple[Tensor, int]:
+        return matrix[first:last], 0
 
     def gated_matrix(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.matrix(torch.cat([gate, up]))
@@ -93,7 +96,11 @@ class TorchBackend:
         """Of each token over its own sequence's KV, which holds it already."""
         q, _, _ = self._heads(qkv)
         out = torch.empty_like(q)
-        for span, table in zip(batch.spans, batch.tables, strict=True):
+        groups = {group.sequence: group for group in batch.groups}
+        for at, (span, table) in enumerate(zip(batch.spans, batch.tables, strict=True)):
+            if (group := groups.get(at)) is not None:
+                out[group.start : group.stop] = self._attend_beams(q, group, table, k_cache, v_cache, window)
+                continue
             keys, values = _gather(k_cache, table, span.context), _gather(v_cache, table, span.context)
             out[span.start : span.stop] = F.scaled_dot_product_attention(
                 q[span.start : span.stop].transpose(0, 1)[None],
@@ -104,6 +111,28 @@ class TorchBackend:
                 enable_gqa=self._spec.num_heads != self._spec.num_kv_heads,
             )[0].transpose(0, 1)
         return out.reshape(len(q), -1)
+
+    def _attend_beams(
+        self, q: Tensor, group: Beams, table: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None
+    ) -> Tensor:
+        """Each beam over what all share and over its own tail, as one sequence of a batch."""
+        count, num_own = group.tails.shape
+        context = group.num_shared + num_own
+        first = max(context - window, 0) if window is not None else 0
+        blocks, offsets = group.tails.long() // k_cache.shape[2], group.tails.long() % k_cache.shape[2]
+
+        def lines(cache: Tensor) -> Tensor:
+            shared = _gather(cache, table, group.num_shared).expand(count, -1, -1, -1)
+            own = cache[blocks, :, offsets].transpose(1, 2)
+            return torch.cat([shared, own], dim=2)[:, :, first:]
+
+        return F.scaled_dot_product_attention(
+            q[group.start : group.stop, :, None],
+            lines(k_cache),
+            lines(v_cache),
+            scale=self._spec.softmax_scale,
+            enable_gqa=self._spec.num_heads != self._spec.num_kv_heads,
+        )[:, :, 0]
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as views [tokens, heads, head_dim]."""

@@ -117,7 +117,7 @@ def _params(value: object) -> SamplingParams:
     header = object_of("params", value)
     if unknown := header.keys() - _PARAMS:
         raise invalid(f"params has the unknown field {min(unknown)!r:.40}")
-    for name in ("stop", "stop_token_ids", "logit_bias"):
+    for name in ("stop", "stop_token_ids", "allowed_token_ids", "logit_bias"):
         if not isinstance(header.setdefault(name, []), list):
             raise invalid(f"{name} must be a list")
     pairs = header["logit_bias"]

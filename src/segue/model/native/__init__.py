@@ -84,7 +84,7 @@ class Kernels:
         self._unpack_rows = _bind(free.segue_unpack, "ppinpnpi")
         self._linear = _bind(free.segue_linear, "pppippnnni")
         self._gated = _bind(free.segue_gated, "pppipnnni")
-        self._attention = _bind(free.segue_attention, "pppipnppnnnnnfnpi")
+        self._attention = _bind(free.segue_attention, "pppipnpppnnnnnfnpi")
         self._place = _bind(free.segue_place, "pppnnnnnnnnn")
         self._blocks_out = _bind(free.segue_blocks_out, "ppppnnnn")
         self._blocks_in = _bind(free.segue_blocks_in, "ppppnnnn")
@@ -113,6 +113,25 @@ class Kernels:
                 part.data_ptr(), len(part), k, first, code, lanes.data_ptr(), scales.data_ptr(), self.num_threads
             )
         return PackedWeight((n, k), storage, self, lanes, scales, lanes.data_ptr(), scales.data_ptr(), code)
+
+    def part(self, weight: PackedWeight, first: int, last: int) -> tuple[PackedWeight, int]:
+        """The panels that hold rows `first … last-1`, as a matrix of their own in the same memory, and how many rows come before
+        the first of them."""
+        n, k = weight.shape
+        if weight.gated or not 0 <= first < last <= n:
+            raise ValueError(f"rows {first} to {last} of {n}")
+        before = first // self._panel
+        rows = min(-(-last // self._panel) * self._panel, n) - before * self._panel
+        panels = -(-n // self._panel)
+        lanes = before * (weight._lanes.numel() // panels) * weight._lanes.element_size()
+        scales = before * (weight._scales.numel() // panels) * weight._scales.element_size()
+        part = replace(
+            weight,
+            shape=(rows, k),
+            address=weight.address + lanes,
+            scales_address=weight.scales_address + scales,
+        )
+        return part, first - before * self._panel
 
     def pack_exactly(self, weight: Tensor) -> PackedWeight:
         """As int8 where that keeps every bit, as it does what came as Q8_0; else as fp32. A quarter of the memory is read for
@@ -331,6 +350,7 @@ class Kernels:
             block_tables.stride(0),
             query_starts.data_ptr(),
             context_lens.data_ptr(),
+            None,
             sequences,
             num_heads,
             num_kv_heads,

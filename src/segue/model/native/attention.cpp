@@ -9,6 +9,9 @@
 // in increasing order. Both grids are anchored at position 0, never at the chunk being computed. Which thread does a
 // partition, and which other rows share a tile, changes nothing. Keys a row must not see take no part in its sums,
 // not even with weight zero, so an infinity or NaN there cannot reach it.
+//
+// Beams of one search are a sequence whose rows are all at one position: they share the keys before `shared`, and each has
+// slots of its own for those behind. Tiles that all share are walked once for all of them.
 #include <algorithm>
 #include <limits>
 #include <tuple>
@@ -31,6 +34,7 @@ struct Call {
     const void *k_cache, *v_cache;
     bool half_cache;
     const int32_t *tables, *starts, *lengths;
+    Tails tails;
     int64_t table_stride, sequences, heads, kv_heads, dim, block_size, window;
     float scale;
     float* out;
@@ -49,12 +53,15 @@ struct Range {
 // Consecutive tokens of one sequence, with the query heads of one KV head: they share every key and value they read.
 struct Unit {
     int64_t sequence, kv_head, first_row, first_position, tokens;
-    int64_t partial;  // where its partitions' results lie when they are computed separately
-    bool split;
+    int64_t shared;        // for beams: keys that all of them see; those behind lie in
+    const int32_t* slots;  // [token][position - shared], which is null for others
+    int64_t partial = 0;   // where its partitions' results lie when they are computed separately
+    bool split = false;
 
+    int64_t num_own() const { return first_position + 1 - shared; }
     // The keys token j sees.
     Range keys(const Call& c, int64_t j) const {
-        const int64_t end = first_position + j + 1;
+        const int64_t end = first_position + (slots ? 0 : j) + 1;
         return {c.window > 0 ? std::max<int64_t>(0, end - c.window) : 0, end};
     }
     Range keys(const Call& c) const { return {keys(c, 0).begin, keys(c, tokens - 1).end}; }
@@ -128,6 +135,17 @@ template <class T>
 struct Located {
     const T *keys[kTile], *values[kTile];
 
+    // Positions from `shared` on, as token j of a group has them.
+    void locate_own(const Call& c, const Unit& u, int64_t j, int64_t first, Range seen) {
+        const int32_t* slots = u.slots + j * u.num_own();
+        for (int64_t key = std::max(seen.begin, u.shared); key < seen.end; ++key) {
+            const int64_t slot = slots[key - u.shared], block = slot / c.block_size;
+            const int64_t at = ((block * c.kv_heads + u.kv_head) * c.block_size + slot % c.block_size) * c.dim;
+            keys[key - first] = static_cast<const T*>(c.k_cache) + at;
+            values[key - first] = static_cast<const T*>(c.v_cache) + at;
+        }
+    }
+
     Located(const Call& c, const Unit& u, int64_t first, Range seen) {
         static const T zeros[kMaxDim] = {};
         std::fill_n(keys, kTile, zeros);
@@ -145,17 +163,18 @@ struct Located {
     }
 };
 
-// The tile's keys as panels [key / kPanel][dim][kPanel] and its values as panels [dim / kPanel][key][kPanel], in fp32.
+// The tile's keys as panels [key / kPanel][dim][kPanel] and its values as panels [dim / kPanel][key][kPanel], in fp32: those
+// from `begin` on, a multiple of eight.
 template <class T>
-void load_tile(const Call& c, const Located<T>& from, int64_t count, const Buffers& b) {
+void load_tile(const Call& c, const Located<T>& from, int64_t begin, int64_t count, const Buffers& b) {
     constexpr int64_t kLine = 64 / sizeof(T);
-    for (int64_t t = 0; t < count; t += 8)
+    for (int64_t t = begin; t < count; t += 8)
         for (int64_t d = 0; d < c.dim; d += 8) {
             if (d % kLine == 0)
                 for (int i = 0; i < 8; ++i) __builtin_prefetch(from.values[t + i] + d);
             transpose8(from.keys + t, d, b.keys + (t / kPanel * c.dim + d) * kPanel + t % kPanel, kPanel);
         }
-    for (int64_t t = 0; t < count; ++t) {
+    for (int64_t t = begin; t < count; ++t) {
         float* out = b.values + t * kPanel;
         for (int64_t d = 0; d < c.dim; d += 8)
             store(out + d / kPanel * kTile * kPanel + d % kPanel, load8(from.values[t] + d));
@@ -241,7 +260,7 @@ template <class T>
 void visit_tile(const Call& c, const Unit& u, int64_t first, Range seen, Range seen_next, const Buffers& b) {
     const Range tile{first, first + kTile};
     const Located<T> here(c, u, first, seen), next(c, u, first + kTile, seen_next);
-    load_tile(c, here, seen.end - first, b);
+    load_tile(c, here, 0, seen.end - first, b);
     const int64_t group = c.group();
     // Tokens see later keys as they go: those that see part of the tile are consecutive.
     Range tokens{0, u.tokens};
@@ -269,15 +288,47 @@ void visit_tile(const Call& c, const Unit& u, int64_t first, Range seen, Range s
     add_values(c, b, whole, {0, kTile}, next);
 }
 
+// A tile with keys that beams do not share: what they do is loaded once, the rest for each.
+template <class T>
+void visit_own_tile(const Call& c, const Unit& u, int64_t first, Range seen, const Buffers& b) {
+    const Range shared = seen & Range{first, u.shared};
+    const int64_t group = c.group(), used = seen.end - first;
+    const int64_t own = shared.empty() ? 0 : (u.shared - first) / 8 * 8;
+    Located<T> here(c, u, first, shared.empty() ? Range{first, first} : shared);
+    if (!shared.empty()) load_tile(c, here, 0, own, b);
+    for (int64_t j = 0; j < u.tokens; ++j) {
+        const Range rows{j * group, (j + 1) * group};
+        here.locate_own(c, u, j, first, seen);
+        load_tile(c, here, own, used, b);
+        score_rows(c, u, {j, j + 1}, first, used, b, here);
+        for (int64_t row = rows.begin; row < rows.end; ++row) {
+            float* scores = b.scores + row * kTile;
+            std::fill(scores, scores + (seen.begin - first), kMinusInfinity);
+            std::fill(scores + used, scores + kTile, kMinusInfinity);
+        }
+        soften(b.scores, b.state, rows, c.padded_dim());
+        add_values(c, b, rows, {seen.begin - first, used}, here);
+    }
+}
+
+template <class T>
+void visit(const Call& c, const Unit& u, int64_t first, Range keys, const Buffers& b) {
+    const Range seen = keys & Range{first, first + kTile};
+    const Range next = keys & Range{first + kTile, u.slots ? std::min(u.shared, first + 2 * kTile) : first + 2 * kTile};
+    if (u.slots && seen.end > u.shared)
+        visit_own_tile<T>(c, u, first, seen, b);
+    else
+        visit_tile<T>(c, u, first, seen, next.empty() ? Range{0, 0} : next, b);
+}
+
 void visit_partition(const Call& c, const Unit& u, int64_t partition, const Buffers& b) {
     b.state.reset(u.tokens * c.group(), c);
     const Range keys = u.keys(c) & partition_keys(partition);
     for (int64_t first = keys.begin / kTile * kTile; first < keys.end; first += kTile) {
-        const Range tile{first, first + kTile}, next{first + kTile, first + 2 * kTile};
         if (c.half_cache)
-            visit_tile<uint16_t>(c, u, first, keys & tile, keys & next, b);
+            visit<uint16_t>(c, u, first, keys, b);
         else
-            visit_tile<float>(c, u, first, keys & tile, keys & next, b);
+            visit<float>(c, u, first, keys, b);
     }
 }
 
@@ -359,10 +410,16 @@ std::vector<Unit> units_of(const Call& c) {
     std::vector<Unit> units;
     const int64_t step = std::max<int64_t>(1, kUnitRows / c.group());
     for (int64_t s = 0; s < c.sequences; ++s) {
-        const int64_t rows = c.starts[s + 1] - c.starts[s], position = c.lengths[s] - rows;
+        const int64_t rows = c.starts[s + 1] - c.starts[s], shared = c.tails.shared_of(s);
         for (int64_t j = 0; j < rows; j += step)
-            for (int64_t h = 0; h < c.kv_heads; ++h)
-                units.push_back({s, h, c.starts[s] + j, position + j, std::min(step, rows - j), 0, false});
+            for (int64_t h = 0; h < c.kv_heads; ++h) {
+                const int64_t first = c.starts[s] + j, count = std::min(step, rows - j);
+                if (shared < 0)
+                    units.push_back({s, h, first, c.lengths[s] - rows + j, count, 0, nullptr});
+                else
+                    units.push_back({s, h, first, c.lengths[s] - 1, count, shared,
+                                     c.tails.of(s) + j * (c.lengths[s] - shared)});
+            }
     }
     return units;
 }
@@ -426,9 +483,13 @@ void attend(const Call& c, int threads) {
 
 SEGUE_API void segue_attention(const float* qkv, const void* k_cache, const void* v_cache, int32_t half_cache,
                                const int32_t* tables, int64_t table_stride, const int32_t* starts,
-                               const int32_t* lengths, int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim,
-                               int64_t block_size, float scale, int64_t window, float* out, int32_t threads) {
-    const segue::Call call{qkv,       k_cache, v_cache,  half_cache != 0, tables,     starts, lengths, table_stride,
-                           sequences, heads,   kv_heads, dim,             block_size, window, scale,   out};
+                               const int32_t* lengths, const segue::Tails* tails, int64_t sequences, int64_t heads,
+                               int64_t kv_heads, int64_t dim, int64_t block_size, float scale, int64_t window,
+                               float* out, int32_t threads) {
+    const segue::Call call{qkv,     k_cache,      v_cache,   half_cache != 0,
+                           tables,  starts,       lengths,   tails ? *tails : segue::Tails{},
+                           table_stride, sequences, heads,   kv_heads,
+                           dim,     block_size,   window,    scale,
+                           out};
     segue::attend(call, threads);
 }

@@ -37,6 +37,7 @@ struct Step {
     const int32_t* tables;
     const int32_t *starts, *lengths;
     const int64_t* sampled;  // rows, in increasing order
+    Tails tails;
     float *residual, *normed, *qkv, *attended, *hidden, *gated;
     int64_t rows, sequences, num_sampled, table_stride;
     int64_t heads, kv_heads, dim, block_size, half_cache, threads;
@@ -49,19 +50,24 @@ void gather(float* rows, const int64_t* wanted, int64_t count, int64_t size) {
         if (wanted[i] != i) std::copy_n(rows + wanted[i] * size, size, rows + i * size);
 }
 
-// The rows that are sampled from, each as a sequence of its own: what a row attends to is in its table and its length.
+// The rows that are sampled from, each as a sequence of its own: what a row attends to is in its table and its length. A
+// search's beams stay together, all of them are sampled from.
 struct SampledRows {
-    std::vector<int32_t> tables, starts, lengths;
+    std::vector<int32_t> tables, starts, lengths, shared, tail_starts;
 
     explicit SampledRows(const Step& s) {
         int64_t sequence = 0;
-        for (int64_t i = 0; i < s.num_sampled; ++i) {
+        for (int64_t i = 0; i < s.num_sampled;) {
             const int64_t row = s.sampled[i];
             while (s.starts[sequence + 1] <= row) ++sequence;
             const int32_t* table = s.tables + sequence * s.table_stride;
+            const bool are_beams = s.tails.shared_of(sequence) >= 0;
             tables.insert(tables.end(), table, table + s.table_stride);
             starts.push_back(int32_t(i));
             lengths.push_back(s.positions[row] + 1);
+            shared.push_back(int32_t(s.tails.shared_of(sequence)));
+            tail_starts.push_back(are_beams ? s.tails.starts[sequence] : 0);
+            i += are_beams ? s.starts[sequence + 1] - s.starts[sequence] : 1;
         }
         starts.push_back(int32_t(s.num_sampled));
     }
@@ -69,7 +75,7 @@ struct SampledRows {
 
 void attend(const Layer& l, const Step& s) {
     segue_attention(s.qkv, l.k_cache, l.v_cache, int32_t(s.half_cache), s.tables, s.table_stride, s.starts, s.lengths,
-                    s.sequences, s.heads, s.kv_heads, s.dim, s.block_size, float(s.scale), l.window, s.attended,
+                    &s.tails, s.sequences, s.heads, s.kv_heads, s.dim, s.block_size, float(s.scale), l.window, s.attended,
                     int(s.threads));
 }
 
@@ -79,7 +85,8 @@ void attend_sampled(const Layer& l, Step s) {
     gather(s.qkv, s.sampled, s.num_sampled, l.qkv.n);
     gather(s.residual, s.sampled, s.num_sampled, l.o.n);
     s.tables = rows.tables.data(), s.starts = rows.starts.data(), s.lengths = rows.lengths.data();
-    s.sequences = s.num_sampled;
+    s.tails.shared = rows.shared.data(), s.tails.starts = rows.tail_starts.data();
+    s.sequences = int64_t(rows.lengths.size());
     attend(l, s);
 }
 

@@ -31,7 +31,10 @@ class _Layer(ctypes.Structure):
     )
 
 
-_POINTERS = "cos sin positions slots tables starts lengths sampled residual normed qkv attended hidden gated"
+_POINTERS = (
+    "cos sin positions slots tables starts lengths sampled tails shared tail_starts"
+    " residual normed qkv attended hidden gated"
+)
 _NUMBERS = "rows sequences num_sampled table_stride heads kv_heads dim block_size half_cache threads"
 
 
@@ -41,6 +44,29 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _NUMBERS.split()),
         *((name, ctypes.c_double) for name in ("eps", "scale")),
     )
+
+
+class _Beams:
+    """`Tails` of kernels.h."""
+
+    def __init__(self, batch: Batch) -> None:
+        count = len(batch.contexts)
+        self._shared = torch.full((count,), -1, dtype=torch.int32)
+        self._starts = torch.zeros(count, dtype=torch.int32)
+        self._slots = torch.cat([group.tails.flatten() for group in batch.groups])
+        at = 0
+        for group in batch.groups:
+            self._shared[group.sequence], self._starts[group.sequence] = group.num_shared, at
+            at += group.tails.numel()
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Beams | None:
+        return cls(batch) if batch.groups else None
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Valid as long as this is."""
+        return self._slots.data_ptr(), self._shared.data_ptr(), self._starts.data_ptr()
 
 
 class LayerStack:
@@ -89,6 +115,8 @@ class LayerStack:
         step.tables, step.table_stride = batch.tables.data_ptr(), batch.tables.stride(0)
         step.starts, step.lengths = batch.starts.data_ptr(), batch.contexts.data_ptr()
         step.sampled, step.num_sampled = batch.sample_rows.data_ptr(), len(batch.sample_rows)
+        beams = _Beams.of(batch)
+        step.tails, step.shared, step.tail_starts = beams.addresses if beams is not None else (None, None, None)
         step.rows, step.sequences, step.threads = rows, len(batch.contexts), self._kernels.num_threads
         self._kernels.run_layers(self._bound, len(self._layers), ctypes.byref(step))
         return x[: step.num_sampled]

@@ -1,0 +1,247 @@
+"""Beam search: which beams live, which are done, and when it is over. What beams are worth, an executor says.
+
+All beams of a group share the KV of what they go on from, the prefix. A step feeds each beam's last token, and writes its KV
+behind the prefix in the group's one table, side by side:
+
+    table     |0 --- prefix, shared --- num_shared|  a  b  c  d  |  e  f  g  h  |  …
+    tails                                          beam 0: a, f     beam 1: a, e     beam 2: d, h   …
+
+A beam's own KV is the slots of its ancestors: they stay where they are, and what changes from step to step is who counts them
+as his own. So beams cost memory for what they do not share, and reordering them copies nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from segue.base.types import BeamParams, FinishReason
+
+_NO_TAIL = array("i")
+_NO_NODE = 0
+
+
+@runtime_checkable
+class Catalogued(Protocol):
+    """Items that a search can be limited to."""
+
+    def restricted(self, allow: Sequence[str] | None, deny: Sequence[str]) -> Constraint:
+        """To items of these names, if any are given, and without those others."""
+        ...
+
+
+class Constraint(Protocol):
+    """What beams may say. An executor that is given one knows its kind; `depth` is the most tokens there are."""
+
+    @property
+    def depth(self) -> int: ...
+    @property
+    def max_token(self) -> int: ...
+
+    def names(self, tokens: Sequence[int]) -> tuple[str, ...]:
+        """Of the items with these tokens, if it is a catalogue."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A search that a turn asks for, from its prompt or, if it `thinks`, from each of its answers followed by `suffix`."""
+
+    params: BeamParams
+    max_tokens: int
+    constraint: Constraint | None
+    thinks: bool
+    suffix: array[int]
+
+    @property
+    def num_slots(self) -> int:
+        """Of KV that it takes besides the prefix, at most: what the last step adds is not fed."""
+        return self.params.width * (self.max_tokens - 1)
+
+    def begin(self, eos_ids: frozenset[int], seed: int) -> BeamSearch:
+        own = frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else eos_ids)
+        return BeamSearch(self.params, own, seed, self.max_tokens, self.constraint)
+
+    def suffix_after(self, thought: array[int], *, stopped: bool) -> array[int]:
+        """What of the suffix is still to come: a thought that was stopped may have ended in the first part of it."""
+        suffix = self.suffix
+        for length in range(min(len(suffix), len(thought)) if stopped else 0, 0, -1):
+            if thought[-length:] == suffix[:length]:
+                return suffix[length:]
+        return suffix
+
+
+class SearchStep(NamedTuple):
+    """What an executor needs to find a group's best continuations: `scores[i]` is beam i's so far, `tails[i]` where its own
+    tokens' KV lies, this step's last, as positions in the row's blocks. In a search's first step there is one beam, and its
+    tail is empty: the row computes the end of the prefix."""
+
+    num_shared: int
+    tails: Sequence[array[int]]
+    scores: Sequence[float]
+    nodes: Sequence[int]  # how far each beam is in the constraint
+    depth: int  # tokens that each beam has
+    num_candidates: int
+    params: BeamParams
+    seed: int
+    constraint: Constraint | None
+
+
+class Candidates(NamedTuple):
+    """The best continuations, the best first; where beams are drawn, in the order in which they were. `ends`: there is nothing
+    that could follow."""
+
+    beams: Sequence[int]
+    tokens: Sequence[int]
+    scores: Sequence[float]
+    nodes: Sequence[int]
+    ends: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A line that a search found. `score` is its log-probability over its length to the power of the length penalty."""
+
+    token_ids: tuple[int, ...]
+    score: float
+    logprob: float
+    finish_reason: FinishReason
+    logprobs: tuple[float, ...] = ()  # of each token
+    text: str = ""
+    items: tuple[str, ...] = ()  # of the catalogue, that have these tokens
+    answer: int = 0  # the thought it followed
+
+
+class _Live(NamedTuple):
+    tokens: array[int]
+    logprobs: array[float]
+    tail: array[int]
+    node: int
+
+
+class BeamSearch:
+    """One group. `row` says what the next step computes, `take` what has come of it."""
+
+    def __init__(
+        self, params: BeamParams, stop_ids: frozenset[int], seed: int, max_tokens: int, constraint: Constraint | None
+    ) -> None:
+        self.params = params
+        self.max_tokens = max_tokens
+        self._stop_ids = stop_ids
+        self._seed = seed
+        self._constraint = constraint
+        self.restart()
+
+    def restart(self) -> None:
+        """From the prefix on: what comes is the same."""
+        self._live = [_Live(_NO_TAIL, array("d"), _NO_TAIL, _NO_NODE)]
+        self._scores = [0.0]
+        self._depth = 0
+        self._num_written = 0  # tail slots
+        self.found: list[Beam] = []  # the best first
+
+    @property
+    def width(self) -> int:
+        """Rows of the next step, once the prefix is computed."""
+        return len(self._live) if self._depth else 1
+
+    @property
+    def num_written(self) -> int:
+        return self._num_written
+
+    @property
+    def has_begun(self) -> bool:
+        return self._depth > 0
+
+    def tokens(self) -> array[int]:
+        return array("i", [live.tokens[-1] for live in self._live])
+
+    def step(self, num_shared: int) -> SearchStep:
+        """Each beam's last token goes behind what was written before."""
+        tails: list[array[int]] = []
+        if self._depth:
+            first = num_shared + self._num_written
+            tails = [live.tail + array("i", (first + at,)) for at, live in enumerate(self._live)]
+        nodes = [live.node for live in self._live]
+        kept = max(2, 1 + len(self._stop_ids)) * self.params.width
+        return SearchStep(
+            num_shared, tails, self._scores, nodes, self._depth, kept, self.params, self._seed, self._constraint
+        )
+
+    def take(self, step: SearchStep, candidates: Candidates) -> bool:
+        """Whether the search goes on. The order in which lines end and live on is that of Hugging Face's `generate`."""
+        self._num_written += len(step.tails)
+        self._depth += 1
+        is_full_length = self._depth >= self.max_tokens
+        stop_ids, width = self._stop_ids, self.params.width
+        going: list[int] = []
+        for at, (token, ends) in enumerate(zip(candidates.tokens, candidates.ends, strict=True)):
+            if not (is_full_length or ends or token in stop_ids):
+                going.append(at)
+            elif at < width:
+                reason = FinishReason.STOP if ends or token in stop_ids else FinishReason.LENGTH
+                self._finish(step, candidates, at, reason)
+        self.found.sort(key=lambda beam: -beam.score)
+        del self.found[width:]
+        going.sort(key=lambda at: -candidates.scores[at])  # as they are, unless they were drawn
+        self._go_on(step, candidates, going[:width])
+        return self._can_improve()
+
+    def _finish(self, step: SearchStep, candidates: Candidates, at: int, reason: FinishReason) -> None:
+        live = self._live[candidates.beams[at]]
+        total = candidates.scores[at]
+        tokens = (*live.tokens, candidates.tokens[at])
+        own = (*live.logprobs, total - step.scores[candidates.beams[at]])
+        score = total / self._depth**self.params.length_penalty
+        self.found.append(Beam(tokens, score, total, reason, own))
+
+    def _go_on(self, step: SearchStep, candidates: Candidates, going: list[int]) -> None:
+        beams, tokens, scores, nodes = candidates.beams, candidates.tokens, candidates.scores, candidates.nodes
+        before, tails, had = self._live, step.tails, step.scores
+        self._live = [
+            _Live(
+                before[beams[at]].tokens + array("i", (tokens[at],)),
+                before[beams[at]].logprobs + array("d", (scores[at] - had[beams[at]],)),
+                tails[beams[at]] if tails else _NO_TAIL,
+                nodes[at],
+            )
+            for at in going
+        ]
+        self._scores = [scores[at] for at in going]
+
+    def results(self, answer: int) -> list[Beam]:
+        """What was found, with the names it has."""
+        named = self._constraint.names if self._constraint is not None else lambda tokens: ()
+        return [replace(beam, items=named(beam.token_ids), answer=answer) for beam in self.found]
+
+    def _can_improve(self) -> bool:
+        if not self._live:
+            return False
+        is_full = len(self.found) >= self.params.width
+        if not is_full:
+            return True
+        if self.params.early_stopping is True:
+            return False
+        penalty = self.params.length_penalty
+        longest = self.max_tokens if self.params.early_stopping == "never" and penalty > 0 else self._depth
+        return bool(self._scores[0] / longest**penalty > self.found[-1].score)
+
+
+def merged(groups: Sequence[Sequence[Beam]], how: str, num_groups: int, count: int) -> list[Beam]:
+    """The best of several searches, each line once. `best`: with its best score; `sum`: with the logarithm of the mean over
+    the groups of what its score is the logarithm of, where it was not found nothing."""
+    by_line: dict[tuple[int, ...], list[Beam]] = {}
+    for beam in (beam for group in groups for beam in group):
+        by_line.setdefault(beam.token_ids, []).append(beam)
+    best: list[Beam] = []
+    for beams in by_line.values():
+        top = max(beams, key=lambda beam: beam.score)
+        if how == "sum":
+            mass = sum(exp(beam.score - top.score) for beam in beams)
+            top = replace(top, score=top.score + log(mass / num_groups))
+        best.append(top)
+    best.sort(key=lambda beam: -beam.score)
+    return best[:count]
