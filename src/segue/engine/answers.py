@@ -96,7 +96,7 @@ class Answers:
                 active.result.first_token_at = now
                 active.result.set_prompt(active.turn.prompt, active.turn.num_prompt)
             assert sequence.search is not None
-            active.found.append(sequence.search.results(sequence.index))
+            active.found.append(sequence.search.found)
             is_last = len(active.found) == len(active.result.completions)
             beams = self._merged(active) if is_last else None
             reason = sequence.finish_reason if thought is None else thought.reason
@@ -116,15 +116,11 @@ class Answers:
         assert search is not None
         count = search.params.n or search.params.width
         best = merged(active.found, search.params.merge, len(active.found), count)
-        return tuple(replace(beam, text=self._text_of(beam, active.turn)) for beam in best)
-
-    def _text_of(self, beam: Beam, turn: Turn) -> str:
-        """A token that ends the line by being itself is not part of its text."""
-        if self._tokenizer is None or not turn.detokenize:
-            return ""
-        stream = self._tokenizer.answer_stream()
-        hidden = beam.finish_reason is FinishReason.STOP and not beam.items
-        return stream.push(beam.token_ids[:-1] if hidden else beam.token_ids) + stream.flush()
+        if (constraint := search.constraint) is not None:
+            best = [replace(beam, items=constraint.names(beam.token_ids)) for beam in best]
+        if self._tokenizer is not None and active.turn.detokenize:
+            best = [replace(beam, text=_text_of(beam, self._tokenizer)) for beam in best]
+        return tuple(best)
 
     def end(self, active: Active, indices: Iterable[int], error: SegueError) -> list[Delta]:
         """The last deltas of a request that came to nothing."""
@@ -172,6 +168,13 @@ def _next_piece(text: AnswerText | None, token: int, sequence: Sequence, finish:
         if sequence.search is None:
             sequence.finish_reason = FinishReason.STOP
     return piece + text.flush() if _reason(sequence) is not None else piece
+
+
+def _text_of(beam: Beam, tokenizer: Tokenizer) -> str:
+    """A token that ends the line by being itself is not part of its text."""
+    stream = tokenizer.answer_stream()
+    hidden = beam.finish_reason is FinishReason.STOP and not beam.items
+    return stream.push(beam.token_ids[:-1] if hidden else beam.token_ids) + stream.flush()
 
 
 def _reason(sequence: Sequence) -> FinishReason | None:

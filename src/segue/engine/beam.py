@@ -61,9 +61,9 @@ class Search:
         """Of KV that it takes besides the prefix, at most: what the last step adds is not fed."""
         return self.params.width * (self.max_tokens - 1)
 
-    def begin(self, eos_ids: frozenset[int], seed: int) -> BeamSearch:
+    def begin(self, eos_ids: frozenset[int], seed: int, answer: int) -> BeamSearch:
         own = frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else eos_ids)
-        return BeamSearch(self.params, own, seed, self.max_tokens, self.constraint)
+        return BeamSearch(self.params, own, seed, self.max_tokens, self.constraint, answer)
 
     def suffix_after(self, thought: array[int], *, stopped: bool) -> array[int]:
         """What of the suffix is still to come: a thought that was stopped may have ended in the first part of it."""
@@ -115,118 +115,124 @@ class Beam:
     answer: int = 0  # the thought it followed
 
 
-class _Live(NamedTuple):
-    tokens: array[int]
-    logprobs: array[float]
-    tail: array[int]
-    node: int
+class _Added(NamedTuple):
+    """What one step added: for each beam that lived on, which one it goes on from, its token, and that one's log-probability."""
+
+    parents: list[int]
+    tokens: list[int]
+    logprobs: list[float]
 
 
 class BeamSearch:
-    """One group. `row` says what the next step computes, `take` what has come of it."""
+    """One group. `step` says what the next step computes, `take` what has come of it. Lines are kept as what each step added:
+    only those that end are put together."""
 
     def __init__(
-        self, params: BeamParams, stop_ids: frozenset[int], seed: int, max_tokens: int, constraint: Constraint | None
+        self,
+        params: BeamParams,
+        stop_ids: frozenset[int],
+        seed: int,
+        max_tokens: int,
+        constraint: Constraint | None,
+        answer: int = 0,
     ) -> None:
         self.params = params
         self.max_tokens = max_tokens
+        self.constraint = constraint
+        self._answer = answer
         self._stop_ids = stop_ids
         self._seed = seed
-        self._constraint = constraint
         self.restart()
 
     def restart(self) -> None:
         """From the prefix on: what comes is the same."""
-        self._live = [_Live(_NO_TAIL, array("d"), _NO_TAIL, _NO_NODE)]
-        self._scores = [0.0]
-        self._depth = 0
-        self._num_written = 0  # tail slots
+        self._history: list[_Added] = []
+        self._scores: Sequence[float] = [0.0]
+        self._nodes: Sequence[int] = [_NO_NODE]
+        self._tails: Sequence[array[int]] = [_NO_TAIL]
+        self.num_written = 0  # tail slots
         self.found: list[Beam] = []  # the best first
 
     @property
     def width(self) -> int:
         """Rows of the next step, once the prefix is computed."""
-        return len(self._live) if self._depth else 1
-
-    @property
-    def num_written(self) -> int:
-        return self._num_written
+        return len(self._scores)
 
     @property
     def has_begun(self) -> bool:
-        return self._depth > 0
+        return bool(self._history)
 
     def tokens(self) -> array[int]:
-        return array("i", [live.tokens[-1] for live in self._live])
+        """That the next step feeds."""
+        return array("i", self._history[-1].tokens)
 
     def step(self, num_shared: int) -> SearchStep:
         """Each beam's last token goes behind what was written before."""
         tails: list[array[int]] = []
-        if self._depth:
-            first = num_shared + self._num_written
-            tails = [live.tail + array("i", (first + at,)) for at, live in enumerate(self._live)]
-        nodes = [live.node for live in self._live]
-        kept = max(2, 1 + len(self._stop_ids)) * self.params.width
+        if self._history:
+            first = num_shared + self.num_written
+            slots = array("i", range(first, first + len(self._tails)))
+            tails = [tail + slots[at : at + 1] for at, tail in enumerate(self._tails)]
+        depth, kept = len(self._history), max(2, 1 + len(self._stop_ids)) * self.params.width
         return SearchStep(
-            num_shared, tails, self._scores, nodes, self._depth, kept, self.params, self._seed, self._constraint
+            num_shared, tails, self._scores, self._nodes, depth, kept, self.params, self._seed, self.constraint
         )
 
     def take(self, step: SearchStep, candidates: Candidates) -> bool:
         """Whether the search goes on. The order in which lines end and live on is that of Hugging Face's `generate`."""
-        self._num_written += len(step.tails)
-        self._depth += 1
-        is_full_length = self._depth >= self.max_tokens
-        stop_ids, width = self._stop_ids, self.params.width
-        going: list[int] = []
-        for at, (token, ends) in enumerate(zip(candidates.tokens, candidates.ends, strict=True)):
-            if not (is_full_length or ends or token in stop_ids):
-                going.append(at)
-            elif at < width:
-                reason = FinishReason.STOP if ends or token in stop_ids else FinishReason.LENGTH
-                self._finish(step, candidates, at, reason)
-        self.found.sort(key=lambda beam: -beam.score)
-        del self.found[width:]
-        going.sort(key=lambda at: -candidates.scores[at])  # as they are, unless they were drawn
+        self.num_written += len(step.tails)
+        width, stop_ids = self.params.width, self._stop_ids
+        is_full_length = step.depth + 1 >= self.max_tokens
+        if is_full_length or True in candidates.ends or not stop_ids.isdisjoint(candidates.tokens):
+            going = self._end_some(step, candidates, is_full_length=is_full_length)
+        else:
+            going = list(range(len(candidates.tokens)))
+        if self.params.temperature:  # else they are in this order
+            going.sort(key=lambda at: -candidates.scores[at])
         self._go_on(step, candidates, going[:width])
         return self._can_improve()
 
+    def _end_some(self, step: SearchStep, candidates: Candidates, *, is_full_length: bool) -> list[int]:
+        """End the lines that do; which of the candidates go on."""
+        going, stop_ids, width = [], self._stop_ids, self.params.width
+        for at, (token, ends) in enumerate(zip(candidates.tokens, candidates.ends, strict=True)):
+            has_stopped = ends or token in stop_ids
+            if not (is_full_length or has_stopped):
+                going.append(at)
+            elif at < width:
+                self._finish(step, candidates, at, FinishReason.STOP if has_stopped else FinishReason.LENGTH)
+        self.found.sort(key=lambda beam: -beam.score)
+        del self.found[width:]
+        return going
+
     def _finish(self, step: SearchStep, candidates: Candidates, at: int, reason: FinishReason) -> None:
-        live = self._live[candidates.beams[at]]
-        total = candidates.scores[at]
-        tokens = (*live.tokens, candidates.tokens[at])
-        own = (*live.logprobs, total - step.scores[candidates.beams[at]])
-        score = total / self._depth**self.params.length_penalty
-        self.found.append(Beam(tokens, score, total, reason, own))
+        total, beam = candidates.scores[at], candidates.beams[at]
+        score = total / (step.depth + 1) ** self.params.length_penalty
+        tokens, logprobs = [candidates.tokens[at]], [total - step.scores[beam]]
+        for added in reversed(self._history):
+            tokens.append(added.tokens[beam])
+            logprobs.append(added.logprobs[beam])
+            beam = added.parents[beam]
+        self.found.append(Beam(tuple(tokens[::-1]), score, total, reason, tuple(logprobs[::-1]), answer=self._answer))
 
     def _go_on(self, step: SearchStep, candidates: Candidates, going: list[int]) -> None:
-        beams, tokens, scores, nodes = candidates.beams, candidates.tokens, candidates.scores, candidates.nodes
-        before, tails, had = self._live, step.tails, step.scores
-        self._live = [
-            _Live(
-                before[beams[at]].tokens + array("i", (tokens[at],)),
-                before[beams[at]].logprobs + array("d", (scores[at] - had[beams[at]],)),
-                tails[beams[at]] if tails else _NO_TAIL,
-                nodes[at],
-            )
-            for at in going
-        ]
+        beams, scores, had = candidates.beams, candidates.scores, step.scores
+        parents = [beams[at] for at in going]
         self._scores = [scores[at] for at in going]
-
-    def results(self, answer: int) -> list[Beam]:
-        """What was found, with the names it has."""
-        named = self._constraint.names if self._constraint is not None else lambda tokens: ()
-        return [replace(beam, items=named(beam.token_ids), answer=answer) for beam in self.found]
+        own = [score - had[beam] for score, beam in zip(self._scores, parents, strict=True)]
+        self._history.append(_Added(parents, [candidates.tokens[at] for at in going], own))
+        self._nodes = [candidates.nodes[at] for at in going]
+        self._tails = [step.tails[beam] for beam in parents] if step.tails else [_NO_TAIL] * len(parents)
 
     def _can_improve(self) -> bool:
-        if not self._live:
+        if not self._scores:
             return False
-        is_full = len(self.found) >= self.params.width
-        if not is_full:
+        if len(self.found) < self.params.width:
             return True
         if self.params.early_stopping is True:
             return False
         penalty = self.params.length_penalty
-        longest = self.max_tokens if self.params.early_stopping == "never" and penalty > 0 else self._depth
+        longest = self.max_tokens if self.params.early_stopping == "never" and penalty > 0 else len(self._history)
         return bool(self._scores[0] / longest**penalty > self.found[-1].score)
 
 

@@ -199,7 +199,7 @@ class Sequence:
 
     def begin_search(self, search: Search) -> None:
         seed = self.turn.seed if search.params.seed is None else search.params.seed
-        self.search = search.begin(self.turn.eos_ids, sample_seed(seed, self.index))
+        self.search = search.begin(self.turn.eos_ids, sample_seed(seed, self.index), self.index)
 
     def end_thought(self, search: Search, reason: FinishReason) -> None:
         """What was sampled so far was a thought: the suffix follows, and from there on a search."""
