@@ -13,6 +13,7 @@ SegueError
 │   ├── ParentFailed        409  the request to continue was aborted or failed
 │   ├── SnapshotError       400  a saved or shipped state is damaged, foreign, too new or of another model
 │   └── NoRoom              503  memory cannot take an imported state now
+├── UnknownCatalogue        404  no catalogue of this name
 ├── StepFailed              500  the executor failed while this request was in the step
 ├── EngineClosed            503  submitted after shutdown
 └── IntegrityError          500  check() found the KV core in a state it must never be in
@@ -79,6 +80,10 @@ class SnapshotError(StateError):
 
 class NoRoom(StateError):
     status = 503
+
+
+class UnknownCatalogue(SegueError):
+    status = 404
 
 
 class StepFailed(SegueError):

@@ -7,7 +7,20 @@ import sys
 
 from segue import __version__
 from segue.base.errors import SegueError
-from segue.cli import chat, decisions, demo, generate, models, policies, remote, serve, state, tiers, verify_pins
+from segue.cli import (
+    catalogue,
+    chat,
+    decisions,
+    demo,
+    generate,
+    models,
+    policies,
+    remote,
+    serve,
+    state,
+    tiers,
+    verify_pins,
+)
 
 COMMANDS = {
     "serve": serve,
@@ -19,6 +32,7 @@ COMMANDS = {
     "decisions": decisions,
     "tiers": tiers,
     "policies": policies,
+    "catalogue": catalogue,
     "models": models,
     "demo": demo,
 }

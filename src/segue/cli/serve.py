@@ -36,6 +36,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     group.add_argument("--policy", metavar="NAME", help=f"who runs, and what is kept: {', '.join(policy_names())}")
     group.add_argument("--policy-state", type=Path, metavar="FILE", help="what the policy learns, kept over restarts")
     group.add_argument("--policy-model", type=Path, metavar="FILE", help="of `segue policies train`, for context_serve")
+    group.add_argument(
+        "--catalogue", dest="catalogues", action="append", default=[], metavar="NAME=FILE",
+        help="items that searches can be limited to: JSON, CSV, or compiled by `segue catalogue`; may be repeated",
+    )  # fmt: skip
     group.add_argument("--max-requests", type=int, metavar="N", help="under way at once (default: 1024)")
     group.add_argument("--head-seconds", type=float, metavar="S", help="for a request's head to come (default: 10)")
     group.add_argument("--vllm-metrics", action="store_true", help="metrics under vLLM's names as well")
@@ -63,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.policy_model is not None:
         policy.use_model(arguments.policy_model)
     parse_tiers(arguments.tiers)
+    catalogues = _catalogue_files(arguments.catalogues)
     environment = Environment.read()
     tenants = read_tenants(arguments.keys, environment.api_keys)
     if tenants.open_to_all and arguments.host not in _LOOPBACK and not arguments.public:
@@ -83,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             policy=arguments.policy,
             policy_state=arguments.policy_state,
             policy_model=arguments.policy_model,
+            catalogues=catalogues,
         ),
         tenants,
         Metrics(vllm_names=arguments.vllm_metrics),
@@ -96,6 +102,18 @@ def run(arguments: argparse.Namespace) -> int:
     return Server(
         app, service, arguments.host, arguments.port, lambda port: _greet(service, arguments.host, port)
     ).run()
+
+
+def _catalogue_files(texts: list[str]) -> dict[str, str]:
+    files = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise InvalidRequest("catalogue", f"{text!r:.60} is not NAME=FILE")
+        if not Path(path).is_file():
+            raise InvalidRequest("catalogue", f"there is no file {path}")
+        files[name] = str(Path(path).absolute())
+    return files
 
 
 def _greet(service: Service, host: str, port: int) -> None:

@@ -100,10 +100,16 @@ class Answers:
             is_last = len(active.found) == len(active.result.completions)
             beams = self._merged(active) if is_last else None
             reason = sequence.finish_reason if thought is None else thought.reason
-            completion = active.result.completions[sequence.index]
-            completion.search_prefilled = thought.num_prefilled if thought is not None else 0
             delta = Delta(
-                sequence.turn.id, sequence.index, (), "", (), reason, None, sequence.state, sequence.reuse, beams
+                sequence.turn.id,
+                sequence.index,
+                (),
+                "",
+                finish_reason=reason,
+                state=sequence.state,
+                reuse=sequence.reuse,
+                beams=beams,
+                search_prefilled=thought.num_prefilled if thought is not None else 0,
             )
             deltas.append(delta)
             if beams is not None:

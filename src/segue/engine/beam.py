@@ -28,6 +28,7 @@ _NO_NODE = 0
 class Catalogued(Protocol):
     """Items that a search can be limited to."""
 
+    def __len__(self) -> int: ...
     def restricted(self, allow: Sequence[str] | None, deny: Sequence[str]) -> Constraint:
         """To items of these names, if any are given, and without those others."""
         ...

@@ -27,6 +27,9 @@ class Delta:
     state: State | None = None  # with the last one, if the answer ended well
     reuse: Reuse | None = None  # with the last one
     beams: tuple[Beam, ...] | None = None  # with the very last one of a request that searches
+    search_prefilled: int = (
+        0  # tokens that the search after a thought had to compute before its first step; with the last one
+    )
 
 
 @dataclass(slots=True)
@@ -52,6 +55,7 @@ class Completion:
             self.finish_reason = delta.finish_reason
             self.state = delta.state
             self.reuse = delta.reuse or self.reuse
+            self.search_prefilled = delta.search_prefilled
 
 
 @dataclass(slots=True)

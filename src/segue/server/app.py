@@ -17,6 +17,7 @@ from segue.server.completions import completions
 from segue.server.door import Door
 from segue.server.fields import DetokenizeBody, TokenizeBody
 from segue.server.metrics import CONTENT_TYPE
+from segue.server.recommend import recommend
 from segue.server.requests import requests
 from segue.server.responses import responses
 from segue.server.service import Service
@@ -45,7 +46,7 @@ def create_app(service: Service) -> FastAPI:
     failures.install(app)
     _information(app, service)
     _text(app, service)
-    for routes in (completions, chat, responses, requests, states, tiers):
+    for routes in (completions, chat, responses, recommend, requests, states, tiers):
         app.include_router(routes(service))
     app.add_middleware(Door, tenants=service.tenants, limits=service.limits)
     return app

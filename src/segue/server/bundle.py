@@ -68,4 +68,6 @@ def _joined(first: Part, then: Part) -> Part:
         then.reuse,
         then.state,
         then.problem,
+        then.beams,
+        then.search_prefilled,
     )

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from segue.base.errors import SegueError
+from segue.base.types import SamplingParams
 from segue.server.failures import error_json
 from segue.server.fields import CompletionBody
 from segue.server.generation import Generation, Piece, state_json
@@ -37,17 +38,20 @@ def completions(service: Service) -> APIRouter:
 async def _calls(service: Service, gate: Gate, body: CompletionBody, answer_id: str) -> tuple[list[Call], list[str]]:
     """One call for each prompt, and what `echo` puts before its answers."""
     params = body.params(body.max_tokens, body.logprobs)
+    search: dict[str, Any] = {}
+    if body.use_beam_search:
+        params, search = SamplingParams(), {"beam": body.search()}
     if body.continuation_of is not None:
         suffix = await service.suffix_tokens(body)
         echo = service.model.tokenizer.decode(suffix) if body.echo else ""
         parent = {"parent": body.continuation_of, "at": body.fork_at}
-        return [service.call(gate, body, answer_id, suffix, params=params, **parent)], [echo]
+        return [service.call(gate, body, answer_id, suffix, params=params, **parent, **search)], [echo]
     prompts = _as_prompts(body.prompt)
     calls, echoes = [], []
     for number, prompt in enumerate(prompts):
         tokens = await service.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
         request_id = answer_id if len(prompts) == 1 else f"{answer_id}.{number}"
-        calls.append(service.call(gate, body, request_id, tokens, params=params))
+        calls.append(service.call(gate, body, request_id, tokens, params=params, **search))
         text = prompt if isinstance(prompt, str) else service.model.tokenizer.decode(prompt) if body.echo else ""
         echoes.append(text if body.echo else "")
     return calls, echoes
@@ -119,6 +123,8 @@ class Format:
             choice["logprobs"] = self._logprobs(piece)
         if piece.finish is not None:
             choice["state"] = state_json(piece)
+        if piece.beam is not None:
+            choice |= {"score": piece.beam.score, "cumulative_logprob": piece.beam.logprob, "items": piece.beam.items}
         return choice
 
     def _logprobs(self, piece: Piece) -> dict[str, list[Any]]:

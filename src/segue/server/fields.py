@@ -8,7 +8,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from segue.base.errors import InvalidRequest
-from segue.base.types import SamplingParams
+from segue.base.types import MAX_WIDTH, BeamParams, SamplingParams
 
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 ForkPoint = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Literal["now"] | None
@@ -118,6 +118,7 @@ class GenerationFields(StateFields):
     n: int = Field(1, ge=1, le=128)
     stop: Stop = None
     stop_token_ids: TokenIds = Field(default_factory=list, max_length=64)
+    allowed_token_ids: TokenIds = Field(default_factory=list, description="nothing else is ever sampled")
     include_stop_str_in_output: bool = False
     min_tokens: int = Field(0, ge=0, lt=2**31)
     ignore_eos: bool = False
@@ -159,13 +160,118 @@ class GenerationFields(StateFields):
             min_tokens=self.min_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids),
+            allowed_token_ids=tuple(self.allowed_token_ids),
             ignore_eos=self.ignore_eos,
             include_stop=self.include_stop_str_in_output,
             logprobs=logprobs,
         )
 
 
-class CompletionBody(GenerationFields):
+class BeamFields(Body):
+    """A beam search; see `BeamParams`."""
+
+    length_penalty: float = Field(1.0, ge=-10, le=10)
+    early_stopping: bool | Literal["never"] = False
+    catalogue: str | None = Field(None, description="name of the catalogue whose items are sought")
+    allow: list[str] | None = Field(None, description="of those, only these")
+    deny: list[str] = Field(default_factory=list, description="of those, none of these")
+    scoring: Literal["full", "legal"] = Field("full", description="what log-probabilities are taken over")
+
+    def beam(self, **more: Any) -> BeamParams:
+        allow = None if self.allow is None else tuple(self.allow)
+        return BeamParams(
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            catalogue=self.catalogue,
+            allow=allow,
+            deny=tuple(self.deny),
+            scoring=self.scoring,
+            **more,
+        )
+
+
+class BeamBody(BeamFields):
+    width: int = Field(32, ge=1, le=MAX_WIDTH)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31, description="default: as many as an item of the catalogue has")
+    n: int | None = Field(None, ge=1, le=MAX_WIDTH, description="how many to return (default: all)")
+    temperature: float = Field(0.0, ge=0, le=100, description="above 0, lines are drawn")
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop_token_ids: TokenIds = Field(default_factory=list, max_length=64)
+    ignore_eos: bool = False
+    allowed_token_ids: TokenIds = Field(default_factory=list)
+    merge: Literal["best", "sum"] = Field("best", description="the score of what several thoughts led to")
+
+    def params(self) -> BeamParams:
+        return self.beam(
+            width=self.width,
+            max_tokens=self.max_tokens,
+            n=self.n,
+            temperature=self.temperature,
+            seed=self.seed,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            allowed_token_ids=tuple(self.allowed_token_ids),
+            merge=self.merge,
+        )
+
+
+class ThinkBody(Body):
+    """How a thought is sampled."""
+
+    n: int = Field(1, ge=1, le=128, description="thoughts, each with a search of its own")
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, lt=2**31)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: Stop = None
+    stop_token_ids: TokenIds = Field(default_factory=list, max_length=64)
+    ignore_eos: bool = False
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            n=self.n,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class RecommendBody(StateFields):
+    """Think if asked to, then search."""
+
+    model: str | None = None
+    prompt: str | Annotated[TokenIds, Field(min_length=1)] | None = None
+    think: ThinkBody | None = None
+    suffix: str | TokenIds = Field("", description="between a thought and the search")
+    beam: BeamBody
+    user: str | None = Field(None, description="who it is for; appears in the log", max_length=256)
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> RecommendBody:
+        if self.continuation_of is None and self.prompt in (None, ""):
+            raise ValueError("prompt: is missing: give a prompt, or continuation_of")
+        if self.continuation_of is not None and self.prompt is not None:
+            raise ValueError("prompt: what follows a parent is continuation_suffix or continuation_token_ids")
+        if self.suffix and self.think is None:
+            raise ValueError("suffix: follows a thought, and none is asked for: put it at the end of the prompt")
+        return self
+
+
+_SAMPLING_ONLY = (
+    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop",
+    "min_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+
+
+class CompletionBody(GenerationFields, BeamFields):
     prompt: (
         str
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -177,6 +283,8 @@ class CompletionBody(GenerationFields):
     logprobs: int | None = Field(None, ge=0, le=100)
     echo: bool = False
     best_of: int | None = Field(None, ge=1, le=128)
+    use_beam_search: bool = Field(False, description="answers are the n best lines of a search")
+    beam_width: int | None = Field(None, ge=1, le=MAX_WIDTH, description="lines at a time (default: n)")
     suffix: Literal[None] = Field(None, description="text after the completion; not supported")
 
     @model_validator(mode="after")
@@ -189,7 +297,34 @@ class CompletionBody(GenerationFields):
             raise ValueError("best_of: answers are not ranked here: leave it out, or equal to n")
         if self.echo and self.logprobs is not None:
             raise ValueError("echo: log-probabilities of a prompt are not computed: leave out echo or logprobs")
+        self._check_search()
         return self
+
+    def _check_search(self) -> None:
+        given = self.model_fields_set
+        if not self.use_beam_search:
+            if wrong := sorted(given & {"beam_width", *BeamFields.model_fields}):
+                raise ValueError(f"{wrong[0]}: is for searches: set use_beam_search")
+            return
+        defaults = type(self).model_fields
+        if wrong := [name for name in _SAMPLING_ONLY if getattr(self, name) not in (None, defaults[name].default)]:
+            raise ValueError(f"{wrong[0]}: is for sampling, and a beam search samples nothing: leave it out")
+        if self.logprobs:
+            raise ValueError("logprobs: a search gives those of its own tokens alone: 0, or leave it out")
+        if self.beam_width is not None and self.beam_width < self.n:
+            raise ValueError(f"beam_width: {self.beam_width} lines, and n={self.n} are wanted")
+
+    def search(self) -> BeamParams:
+        return self.beam(
+            width=self.beam_width or self.n,
+            n=self.n,
+            max_tokens=self.max_tokens if "max_tokens" in self.model_fields_set or self.catalogue is None else None,
+            temperature=self.temperature or 0.0,
+            seed=self.seed,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            allowed_token_ids=tuple(self.allowed_token_ids),
+        )
 
 
 class FunctionDefinition(BaseModel):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from segue.base.errors import SegueError
 from segue.base.types import FinishReason
 from segue.model.tokenizer import TextStream, Tokenizer
-from segue.server.messages import Part, StateInfo
+from segue.server.messages import FoundBeam, Part, StateInfo
 from segue.server.metrics import Metrics
 from segue.server.remote_engine import Answering, Call
 from segue.server.tracing import Span
@@ -29,6 +29,7 @@ class Piece(NamedTuple):
     finish: str | None = None
     state: StateInfo | None = None
     reuse: tuple[int, int, int, int] = (0, 0, 0, 0)
+    beam: FoundBeam | None = None  # if it is a line that a search found
 
 
 @dataclass(slots=True)
@@ -85,6 +86,10 @@ class Generation:
         self.calls = calls
         self.usage = Usage()
         self.states: dict[int, StateInfo] = {}
+        self.beams: list[FoundBeam] = []  # what searches after thoughts have found
+        self.search_prefilled = 0  # tokens that they had to compute first
+        self._tokenizer = tokenizer
+        self._searches = {call.request_id for call in calls if call.beam is not None and not call.thinks}
         self._metrics = metrics
         self._tenant = tenant
         self._span = span
@@ -92,10 +97,10 @@ class Generation:
         self._choices: list[_Choice] = []
         for call in calls:
             self._offsets[call.request_id] = len(self._choices)
-            for _ in range(call.params.n):
+            for _ in range(call.num_choices):
                 stream = (
                     None
-                    if call.params.stop or call.imported
+                    if call.params.stop or call.imported or call.thinks
                     else tokenizer.answer_stream(skip_special=not show_special)
                 )
                 self._choices.append(_Choice(stream, not call.params.include_stop))
@@ -125,7 +130,7 @@ class Generation:
             parts = self._first
             while parts:
                 self._note_times(parts)
-                yield [self._piece(part) for part in parts]
+                yield [piece for part in parts for piece in self._pieces(part)]
                 parts = await self._answering.next()
             self._outcome = "finished"
         except SegueError:
@@ -146,6 +151,29 @@ class Generation:
             self._span.end(self.usage, self._outcome)
         self._closing.close()
 
+    def _pieces(self, part: Part) -> list[Piece]:
+        """One of an answer; of a search that is the answer, one of each line."""
+        piece = self._piece(part)
+        if part.beams is None:
+            return [piece]
+        self.usage.completion_tokens += sum(len(beam.tokens) for beam in part.beams)
+        if part.request_id not in self._searches:
+            self.beams = part.beams
+            return [piece]
+        lines = []
+        for number, beam in enumerate(part.beams, piece.choice):
+            self._choices[number].tokens += beam.tokens
+            logprobs: list[Logprob] = [(token, own, []) for token, own in zip(beam.tokens, beam.logprobs, strict=True)]
+            state = piece.state if number == piece.choice else None
+            line = Piece(number, self.text_of(beam), beam.tokens, logprobs, beam.finish, state, part.reuse, beam)
+            lines.append(line)
+        return lines
+
+    def text_of(self, beam: FoundBeam) -> str:
+        """A token that ends a line by being itself is not part of its text."""
+        hidden = beam.finish == FinishReason.STOP and not beam.items
+        return self._tokenizer.decode(beam.tokens[:-1] if hidden else beam.tokens)
+
     def _piece(self, part: Part) -> Piece:
         number = self._offsets[part.request_id] + part.index
         choice = self._choices[number]
@@ -160,6 +188,7 @@ class Generation:
             self.usage.prompt_tokens += held + cached + recomputed + new
             self.usage.inherited_tokens += held + cached
             self.usage.recomputed_tokens += recomputed
+        self.search_prefilled += part.search_prefilled
         if part.state is not None:
             self.states[number] = part.state
         return Piece(number, text, part.tokens, logprobs, part.finish, part.state, part.reuse)

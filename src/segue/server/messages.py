@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 
 from segue.base import errors
 from segue.base.errors import InvalidRequest, SegueError
-from segue.base.types import SamplingParams
+from segue.base.types import BeamParams, SamplingParams
 
 _LENGTH = struct.Struct("<I")
 _KINDS: dict[str, type[SegueError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, SegueError)
 }
-_DEFAULTS = SamplingParams()
+_DEFAULTS = {SamplingParams: SamplingParams(), BeamParams: BeamParams(max_tokens=1)}
 
 
 class Problem(msgspec.Struct, array_like=True, frozen=True):
@@ -45,6 +45,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     policy: str | None = None
     policy_state: str | None = None  # a file
     policy_model: str | None = None  # another
+    catalogues: dict[str, str] = {}  # files, by the name that requests call them
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -60,6 +61,9 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     hold: bool | float = False
     priority: int = 0
     is_last_step: bool = False
+    beam: dict[str, Any] | None = None  # a search, at once or, if the answers are thoughts, after each of them
+    thinks: bool = False
+    search_suffix: bytes = b""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -102,6 +106,18 @@ class StateInfo(msgspec.Struct, array_like=True, frozen=True):
     unfinished: bool
 
 
+class FoundBeam(msgspec.Struct, array_like=True, frozen=True):
+    """A line that a search found; `answer` is the thought it followed."""
+
+    tokens: list[int]
+    score: float
+    logprob: float
+    logprobs: list[float]
+    finish: str
+    items: list[str]
+    answer: int
+
+
 class Part(msgspec.Struct, array_like=True, frozen=True):
     """What one step added to one answer; the fields after `logprobs` come with the last part only. There is `text` only where
     the engine looked for a stop string in it; elsewhere the HTTP process makes it from the tokens."""
@@ -115,6 +131,8 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     reuse: tuple[int, int, int, int] = (0, 0, 0, 0)  # held, cached, recomputed, new: together the prompt
     state: StateInfo | None = None
     problem: Problem | None = None
+    beams: list[FoundBeam] | None = None  # with a search's very last part
+    search_prefilled: int = 0
 
 
 class Deltas(msgspec.Struct, tag=True, frozen=True):
@@ -168,19 +186,20 @@ def error_of(problem: Problem) -> SegueError:
     return kind(problem.field or "", problem.message) if issubclass(kind, InvalidRequest) else kind(problem.message)
 
 
-def as_dict(params: SamplingParams) -> dict[str, Any]:
+def as_dict(params: SamplingParams | BeamParams) -> dict[str, Any]:
     """What differs from the defaults, as plain values."""
+    defaults = _DEFAULTS[type(params)]
     changed = {
         name: value
-        for name in SamplingParams.__dataclass_fields__
-        if (value := getattr(params, name)) != getattr(_DEFAULTS, name)
+        for name in params.__dataclass_fields__
+        if (value := getattr(params, name)) != getattr(defaults, name) or name == "max_tokens"
     }
     if "logit_bias" in changed:
-        changed["logit_bias"] = dict(params.logit_bias)
+        changed["logit_bias"] = dict(changed["logit_bias"])
     return changed
 
 
-def as_bytes(tokens: list[int] | array[int]) -> bytes:
+def as_bytes(tokens: Iterable[int]) -> bytes:
     return array("i", tokens).tobytes()
 
 

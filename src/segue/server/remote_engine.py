@@ -9,14 +9,14 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from segue.base.errors import EngineClosed, SegueError
-from segue.base.types import SamplingParams
+from segue.base.types import BeamParams, SamplingParams
 from segue.server.messages import (
     Abort,
     Ask,
@@ -57,6 +57,9 @@ class Call:
     hold: bool | float = False
     priority: int = 0
     is_last_step: bool = False
+    beam: BeamParams | None = None  # a search, at once or, if the answers are thoughts, after each of them
+    thinks: bool = False
+    search_suffix: Sequence[int] = ()
     imported: bool = False  # from another engine: it begins in the middle of its text, which the engine therefore makes
 
     def message(self) -> Submit:
@@ -71,7 +74,17 @@ class Call:
             self.hold,
             self.priority,
             self.is_last_step,
+            as_dict(self.beam) if self.beam is not None else None,
+            self.thinks,
+            as_bytes(self.search_suffix),
         )
+
+    @property
+    def num_choices(self) -> int:
+        """Answers that a client sees: a search's lines, if nothing was sampled before it."""
+        if self.beam is None or self.thinks:
+            return self.params.n
+        return self.beam.n or self.beam.width
 
 
 class Answering:
@@ -129,9 +142,10 @@ class RemoteEngine:
         policy: str | None = None,
         policy_state: Path | None = None,
         policy_model: Path | None = None,
+        catalogues: Mapping[str, str] | None = None,
     ) -> None:
         state, trained = (None if path is None else str(path.absolute()) for path in (policy_state, policy_model))
-        self._start = Start(model, options, policy, state, trained)
+        self._start = Start(model, options, policy, state, trained, dict(catalogues or {}))
         self._answering: dict[str, Answering] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._last_number = 0

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,9 +22,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from segue.base.errors import SegueError, StateError, UnknownState
-from segue.base.types import SamplingParams
-from segue.engine import Delta, EngineCore, Export, Request
+from segue.base.errors import SegueError, StateError, UnknownCatalogue, UnknownState
+from segue.base.types import BeamParams, SamplingParams
+from segue.engine import Beam, Delta, EngineCore, Export, Request, Then
 from segue.kv import KVEvent, Revoked
 from segue.policies import load_learned, make_policy, save_learned
 from segue.server.bundle import Bundle
@@ -34,6 +34,7 @@ from segue.server.messages import (
     Ask,
     Deltas,
     Failed,
+    FoundBeam,
     Frames,
     FromEngine,
     Part,
@@ -64,8 +65,15 @@ T = TypeVar("T")
 class EngineProcess:
     """Everything happens on one thread but the files of `save` and `load`, whose chunks take their turn between steps."""
 
-    def __init__(self, engine: EngineCore, sock: socket.socket, policy_state: Path | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineCore,
+        sock: socket.socket,
+        policy_state: Path | None = None,
+        catalogue_files: Mapping[str, str] | None = None,
+    ) -> None:
         self._engine = engine
+        self._catalogue_files = catalogue_files or {}
         self._policy_state = policy_state
         self._learned_at = time.monotonic()
         self._sock = sock
@@ -100,6 +108,7 @@ class EngineProcess:
             "abort_export": self._abort_export,
             "quota": self._engine.set_lease_quota,
             "check": self._engine.check,
+            "catalogues": self._catalogues,
         }
         self._slow_verbs: dict[str, Callable[..., Any]] = {
             "save": self._save,
@@ -107,6 +116,7 @@ class EngineProcess:
             "export": self._export,
             "import": self._import,
             "reset_tiers": self._reset_tiers,
+            "reload_catalogue": self._reload_catalogue,
         }
 
     def run(self) -> None:
@@ -208,6 +218,9 @@ class EngineProcess:
         content: dict[str, Any] = {"prompt": tokens}
         if message.parent is not None:
             content = {"parent": message.parent, "suffix": tokens, "at": message.at}
+        if message.beam is not None:
+            beam = BeamParams(**message.beam)
+            content |= {"then": Then(beam, as_tokens(message.search_suffix))} if message.thinks else {"beam": beam}
         self._engine.submit(
             Request(
                 params=SamplingParams(**message.params),
@@ -217,7 +230,7 @@ class EngineProcess:
                 hold=message.hold,
                 priority=message.priority,
                 is_last_step=message.is_last_step,
-                detokenize=False,
+                detokenize=message.thinks,  # where a thought ends, only the engine knows
                 **content,
             )
         )
@@ -254,6 +267,8 @@ class EngineProcess:
             else (0, 0, 0, 0),
             self._info(delta.state) if delta.state is not None else None,
             problem_of(delta.error) if delta.error is not None else None,
+            [_found(beam) for beam in delta.beams] if delta.beams is not None else None,
+            delta.search_prefilled,
         )
 
     def _end_answer(self, delta: Delta) -> None:
@@ -383,6 +398,20 @@ class EngineProcess:
         gone = self._in_turn(lambda: self._engine.forget_memory(tenant))
         return gone | self._engine.forget_stored(tenant)
 
+    def _catalogues(self) -> dict[str, int]:
+        """How many items each has."""
+        return {name: len(catalogue) for name, catalogue in self._engine.catalogues.items()}
+
+    def _reload_catalogue(self, name: str) -> int:
+        """Read its file again. Searches under way end with the items they began with; if it cannot be read, nothing changes."""
+        from segue.model.items import Catalogue
+
+        if name not in self._catalogue_files:
+            raise UnknownCatalogue(f"there is no catalogue {name!r:.100} here")
+        catalogue = Catalogue.read(self._catalogue_files[name])
+        self._in_turn(lambda: self._engine.set_catalogue(name, catalogue))
+        return len(catalogue)
+
     def _commit_export(self, request_id: str) -> None:
         export = self._exports.pop(request_id, None)
         if export is None:
@@ -413,6 +442,18 @@ class EngineProcess:
             self._wake_in.send(b".")
 
 
+def _found(beam: Beam) -> FoundBeam:
+    return FoundBeam(
+        list(beam.token_ids),
+        beam.score,
+        beam.logprob,
+        list(beam.logprobs),
+        beam.finish_reason.value,
+        list(beam.items),
+        beam.answer,
+    )
+
+
 def _outcome(ask: Ask, work: Callable[..., Any]) -> Reply:
     try:
         return Reply(ask.number, work(**ask.arguments))
@@ -436,6 +477,7 @@ def main(descriptor: int) -> None:
         start = next(frames.push(data), None)
     try:
         from segue.model.engine import Engine
+        from segue.model.items import Catalogue
 
         policy = make_policy(start.policy)
         if start.policy_model is not None:
@@ -443,6 +485,8 @@ def main(descriptor: int) -> None:
         engine = Engine(start.model, own_process=True, policy=policy, **start.options)
         if start.policy_state is not None:
             load_learned(Path(start.policy_state), engine.policy)
+        for name, file in start.catalogues.items():
+            engine.set_catalogue(name, Catalogue.read(file))
     except SegueError as error:
         sock.sendall(frame(Failed(problem_of(error))))
         return
@@ -457,7 +501,8 @@ def main(descriptor: int) -> None:
     )
     sock.sendall(frame(ready))
     try:
-        EngineProcess(engine, sock, Path(start.policy_state) if start.policy_state is not None else None).run()
+        learned = Path(start.policy_state) if start.policy_state is not None else None
+        EngineProcess(engine, sock, learned, start.catalogues).run()
     finally:
         engine.close()
 
