@@ -18,6 +18,7 @@ import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ class Catalogue:
         for number, level in enumerate(self.levels):
             for name in _ARRAYS:
                 arrays[f"{number}.{name}"] = getattr(level, name)
-        save_file(arrays, path, metadata={"format": _FORMAT, "levels": str(len(self.levels))})
+        about = {"format": _FORMAT, "levels": str(len(self.levels)), "digest": _digest(arrays)}
+        save_file(arrays, path, metadata=about)
 
     @classmethod
     def _map(cls, path: Path) -> Catalogue:
@@ -107,6 +109,8 @@ class Catalogue:
             if about.get("format") != _FORMAT:
                 raise ValueError("is no compiled catalogue")
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        if about.get("digest") != _digest(arrays):
+            raise ValueError("is damaged")
         levels = [Level(*(arrays[f"{number}.{name}"] for name in _ARRAYS)) for number in range(int(about["levels"]))]
         self = cls.__new__(cls)
         _check(levels, arrays["order"])
@@ -240,7 +244,7 @@ class _Names:
         return self._text[begin : int(self._ends[number])].tobytes()
 
     def __getitem__(self, number: int) -> str:
-        return self._bytes(number).decode()
+        return self._bytes(number).decode(errors="replace")
 
     def find(self, name: str) -> int | None:
         wanted, low, high = name.encode(), 0, len(self._order)
@@ -291,8 +295,16 @@ def _check_prefixes(rows: Ints, changed: npt.NDArray[np.bool_], at: int) -> None
         raise InvalidRequest("catalogue", f"the item with tokens {tokens} begins another: give each an end of its own")
 
 
+def _digest(arrays: Mapping[str, Any]) -> str:
+    digest = blake2b(digest_size=16)
+    for name in sorted(arrays):
+        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    return digest.hexdigest()
+
+
 def _check(levels: list[Level], order: Ints) -> None:
-    """A file's arrays lead nowhere outside: it may be damaged, or made by somebody else."""
+    """A file's arrays lead nowhere outside: somebody else may have made it."""
     if not levels or not len(order) or order.min() < 0 or order.max() >= len(order):
         raise ValueError("its items are damaged")
     for at, level in enumerate(levels):
