@@ -1,11 +1,12 @@
 """On a GPU the same answers come out: fp32 as the reference's, bf16 close to it."""
 
 from array import array
+from dataclasses import replace
 
 import pytest
 import torch
 
-from segue import Engine, SamplingParams
+from segue import BeamParams, Catalogue, Engine, Request, SamplingParams, Then
 from segue.engine import Row, StepPlan
 from segue.engine.sequence import Sampling
 from segue.model.chat import ChatTemplate
@@ -54,6 +55,31 @@ def test_sampled_tokens_are_repeatable(loaded):
     assert answers(loaded, params, num_blocks=64, device="cuda", dtype="fp32") == answers(
         loaded, params, num_blocks=64, device="cuda", dtype="fp32"
     )
+
+
+def test_fp32_searches_find_what_the_cpu_finds(loaded):
+    items = Catalogue({str(number): (number % 9, 40 + number % 31, 100 + number) for number in range(150)})
+    searches = [
+        BeamParams(width=32, max_tokens=3, ignore_eos=True),
+        BeamParams(width=4, max_tokens=9, stop_token_ids=tuple(range(0, 250, 9)), ignore_eos=True),
+        BeamParams(width=16, catalogue=items),
+        BeamParams(width=16, catalogue=items, scoring="legal", deny=("3", "4", "5")),
+        BeamParams(
+            width=8, max_tokens=4, allowed_token_ids=tuple(range(50, 90)), scoring="legal", temperature=1.0, seed=5
+        ),
+    ]
+
+    def found(**options):
+        with Engine(loaded, num_blocks=400, **options) as engine:
+            results = engine.generate([Request(prompt, beam=beam) for beam in searches for prompt in prompts()])
+            think = Request(prompts()[2], SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
+            results.append(engine.generate(replace(think, then=Then(searches[2], [1, 2])))[0])
+            engine.check()
+            return [{beam.token_ids: beam.score for beam in result.beams} for result in results]
+
+    for own, wanted in zip(found(device="cuda", dtype="fp32"), found(device="cpu", native=False), strict=True):
+        assert own.keys() == wanted.keys()
+        assert all(abs(own[line] - wanted[line]) < 1e-4 for line in wanted)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
