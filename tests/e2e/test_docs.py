@@ -8,7 +8,7 @@ import pytest
 from segue.cli import COMMANDS, parser
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")]
 
 
 def blocks(page: Path, language: str) -> list[str]:

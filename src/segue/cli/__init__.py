@@ -8,6 +8,7 @@ import sys
 from segue import __version__
 from segue.base.errors import SegueError
 from segue.cli import (
+    bench,
     catalogue,
     chat,
     decisions,
@@ -33,6 +34,7 @@ COMMANDS = {
     "tiers": tiers,
     "policies": policies,
     "catalogue": catalogue,
+    "bench": bench,
     "models": models,
     "demo": demo,
 }
