@@ -57,7 +57,7 @@ def train(model: LlamaForCausalLM, rows: torch.Tensor, steps: int, batch: int, p
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        total += float(loss)
+        total += float(loss.detach())
         if step % 100 == 99:
             print(f"step {step + 1} of {steps}: loss {total / 100:.3f}, {time.monotonic() - began:.0f} s", flush=True)
             total = 0.0
@@ -104,8 +104,8 @@ def main() -> None:
         hidden_size=given.hidden,
         intermediate_size=given.hidden * 8 // 3 // 16 * 16,
         num_hidden_layers=given.layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=given.hidden // 32,
+        num_key_value_heads=given.hidden // 32,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,

@@ -135,6 +135,7 @@ def test_what_is_sampled_can_be_limited_too(server):
         ("/v1/recommend", {"prompt": "a", "beam": {"catalogue": "items", "allow": []}}, "allow"),
         ("/v1/recommend", {"prompt": "a", "beam": {"width": 513, "max_tokens": 1}}, "beam"),
         ("/v1/recommend", {"prompt": "a", "beam": {"widht": 5}}, "beam"),
+        ("/v1/recommend", {"prompt": "a", "beam": {"catalogue": "items", "max_tokens": 2}}, "max_tokens"),
         ("/v1/recommend", {"prompt": "a", "beam": {"max_tokens": 1}, "stream": True}, "stream"),
     ],
 )
@@ -142,6 +143,21 @@ def test_what_cannot_be_is_refused_by_name(server, path, body, field):
     status, _, found = server.post(path, body)
     assert status == 400, found
     assert field in json.dumps(found["error"])
+
+
+def test_a_suffix_outside_the_vocabulary_harms_nobody(server):
+    first = posted(server, "/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "hold_seconds": 60})
+    parent = {"continuation_of": first["id"], "continuation_token_ids": [100_000]}
+    for path, body in (
+        ("/v1/recommend", {"beam": {"catalogue": "items"}}),
+        ("/v1/completions", {"use_beam_search": True, "n": 2}),
+    ):
+        assert server.post(path, parent | body)[0] == 400
+    neutral = {"top_p": 1, "presence_penalty": 0, "stop": None, "logit_bias": {}}
+    assert (
+        len(posted(server, "/v1/completions", {"prompt": "a", "use_beam_search": True, "n": 3} | neutral)["choices"])
+        == 3
+    )
 
 
 def test_compile_and_serve(tmp_path):

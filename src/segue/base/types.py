@@ -152,6 +152,8 @@ class BeamParams:
     merge: Literal["best", "sum"] = "best"
 
     def __post_init__(self) -> None:
+        if isinstance(self.deny, str):
+            raise InvalidRequest("deny", "must be a list of names")
         for name in ("stop_token_ids", "allowed_token_ids", "deny"):
             object.__setattr__(self, name, _tuple(name, getattr(self, name)))
         _whole("width", self.width, 1, MAX_WIDTH)
@@ -168,13 +170,15 @@ class BeamParams:
         self._check_words()
 
     def _check_words(self) -> None:
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise InvalidRequest("early_stopping", f'must be true, false or "never", got {self.early_stopping!r:.40}')
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest("ignore_eos", f"must be True or False, got {self.ignore_eos!r:.40}")
         for name, known in (("scoring", ("full", "legal")), ("merge", ("best", "sum"))):
             if getattr(self, name) not in known:
                 raise InvalidRequest(name, f"must be {known[0]!r} or {known[1]!r}, got {getattr(self, name)!r:.40}")
+        if isinstance(self.allow, str):
+            raise InvalidRequest("allow", "must be a list of names")
         if self.allow is not None:
             object.__setattr__(self, "allow", _tuple("allow", self.allow))
         for name in ("allow", "deny"):

@@ -55,8 +55,9 @@ def check_lengths(num_prompt: int, params: SamplingParams, search: Search | None
     if search is not None:
         _check_search(num_prompt, params, search, config)
     _check_length(num_prompt, params.max_tokens, config.max_model_len)
-    if num_prompt + params.min_tokens > config.max_sequence_len:
-        room = max(config.max_sequence_len - num_prompt, 0)
+    longest = longest_answer(search, config)
+    if num_prompt + params.min_tokens > longest:
+        room = max(longest - num_prompt, 0)
         raise RequestTooLong("min_tokens", f"{params.min_tokens} is over the {room} tokens there is room for")
     _check_memory(num_prompt, params.max_tokens, config)
 
@@ -109,7 +110,8 @@ def check_vocabulary(
         "allowed_token_ids": params.allowed_token_ids,
     }
     if search is not None:
-        named["suffix"] = search.suffix
+        named["then.suffix"] = search.suffix
+        named["then.rest"] = search.rest or ()
         named["beam.stop_token_ids"] = search.params.stop_token_ids
         named["beam.allowed_token_ids"] = search.params.allowed_token_ids
     for name, ids in named.items():

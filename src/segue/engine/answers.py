@@ -113,6 +113,7 @@ class Answers:
             )
             deltas.append(delta)
             if beams is not None:
+                self.num_generated += sum(len(beam.token_ids) for beam in beams)
                 active.result.take(beams, is_answer=thought is None)
             self._record(active, delta)
         return deltas
@@ -169,10 +170,11 @@ def _next_piece(text: AnswerText | None, token: int, sequence: Sequence, finish:
         return ""
     hidden = _reason(sequence) is FinishReason.STOP and not sequence.sampling.params.include_stop
     piece = "" if hidden else text.push(token)
-    if text.stopped and sequence.search is None:
+    if text.stopped and sequence.turn.search is not None:
+        sequence.end_thought(sequence.turn.search, FinishReason.STOP, by_text=True)
+    elif text.stopped:
         finish(sequence, FinishReason.STOP)
-        if sequence.search is None:
-            sequence.finish_reason = FinishReason.STOP
+        sequence.finish_reason = FinishReason.STOP
     return piece + text.flush() if _reason(sequence) is not None else piece
 
 

@@ -56,6 +56,7 @@ class Search:
     constraint: Constraint | None
     thinks: bool
     suffix: array[int]
+    rest: array[int] | None = None  # what follows instead a thought that ended in a stop string
 
     @property
     def num_slots(self) -> int:
@@ -196,6 +197,8 @@ class BeamSearch:
     def _end_some(self, step: SearchStep, candidates: Candidates, *, is_full_length: bool) -> list[int]:
         """End the lines that do; which of the candidates go on."""
         going, stop_ids, width = [], self._stop_ids, self.params.width
+        if self.constraint is not None:
+            stop_ids = frozenset()  # a line ends where the item does
         for at, (token, ends) in enumerate(zip(candidates.tokens, candidates.ends, strict=True)):
             has_stopped = ends or token in stop_ids
             if not (is_full_length or has_stopped):

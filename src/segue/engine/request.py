@@ -18,10 +18,13 @@ MAX_HOLD_SECONDS = 1e9  # some thirty years
 
 @dataclass(frozen=True, slots=True)
 class Then:
-    """What follows a thought: the `suffix`, of which a thought that was stopped may already have the first part, and a search."""
+    """What follows a thought: the `suffix`, and a search. A thought that was stopped may have the first part of the suffix, which
+    is then not repeated: the stop string, if a suffix that is text begins with it (for token ids, say by `rest` what is left
+    then), or else tokens."""
 
     beam: BeamParams
     suffix: Prompt = ()
+    rest: Prompt | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.beam, BeamParams):

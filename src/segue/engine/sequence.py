@@ -201,11 +201,16 @@ class Sequence:
         seed = self.turn.seed if search.params.seed is None else search.params.seed
         self.search = search.begin(self.turn.eos_ids, sample_seed(seed, self.index), self.index)
 
-    def end_thought(self, search: Search, reason: FinishReason) -> None:
-        """What was sampled so far was a thought: the suffix follows, and from there on a search."""
-        length = len(self.tokens)
-        stopped = reason is FinishReason.STOP
-        self.tokens.extend(search.suffix_after(self.tokens[self.num_prompt :], stopped=stopped))
+    def end_thought(self, search: Search, reason: FinishReason, *, by_text: bool = False) -> None:
+        """What was sampled so far was a thought: the suffix follows, and from there on a search. That it ended in a stop string
+        (`by_text`) may be seen a moment later than that it was full: then it ends once more."""
+        length = len(self.tokens) if self.thought is None else self.thought.end
+        del self.tokens[length:]
+        if by_text and search.rest is not None:
+            self.tokens.extend(search.rest)
+        else:
+            stopped = reason is FinishReason.STOP
+            self.tokens.extend(search.suffix_after(self.tokens[self.num_prompt :], stopped=stopped))
         self.thought = Thought(length, reason, len(self.tokens) - self.num_computed)
         self.begin_search(search)
 

@@ -218,12 +218,17 @@ class TurnMaker:
             return request.params, None
         constraint = self._constrain(beam) if beam.catalogue is not None else None
         most = min(beam.max_tokens or MAX_SEED, constraint.depth if constraint is not None else MAX_SEED)
-        thinks = request.then is not None
-        suffix = (
-            self.encode("suffix", request.then.suffix, add_special=False) if request.then is not None else array("i")
-        )
-        search = Search(beam, most, constraint, thinks, suffix)
-        return request.params if thinks else SamplingParams(max_tokens=most), search
+        if constraint is not None and most < constraint.depth:
+            raise InvalidRequest("max_tokens", f"{most} is less than the {constraint.depth} tokens that items have")
+        if (then := request.then) is None:
+            return SamplingParams(max_tokens=most), Search(beam, most, constraint, False, array("i"))
+        rest = then.rest
+        if rest is None and isinstance(text := then.suffix, str):
+            found = [stop for stop in request.params.stop if text.startswith(stop)]
+            rest = text.removeprefix(max(found, key=len)) if found else None
+        suffix = self.encode("then.suffix", then.suffix, add_special=False)
+        tokens = None if rest is None else self.encode("then.rest", rest, add_special=False)
+        return request.params, Search(beam, most, constraint, True, suffix, tokens)
 
     def _constrain(self, beam: BeamParams) -> Constraint:
         """A catalogue by its name, or itself, without what this request does not want of it."""

@@ -63,6 +63,8 @@ class Catalogue:
     def from_arrays(cls, tokens: Ints, names: Sequence[str]) -> Catalogue:
         """`tokens` [items, levels]; -1 behind the tokens of a shorter item."""
         self = cls.__new__(cls)
+        if np.size(tokens) and np.max(tokens) > 2**31 - 1:
+            raise InvalidRequest("catalogue", f"{np.max(tokens)} is no token id")
         matrix = np.ascontiguousarray(tokens, np.int32)
         if matrix.ndim != 2 or len(matrix) != len(names) or not matrix.size:
             raise InvalidRequest("catalogue", f"{len(names)} names, and tokens of shape {matrix.shape}")
@@ -151,9 +153,9 @@ class Catalogue:
 
     def tokens(self, name: str) -> tuple[int, ...]:
         """Of an item. Raises `InvalidRequest` if there is none of this name."""
-        number = self._names.find(name)
-        if number is None:
-            raise InvalidRequest("catalogue", f"has no item {name!r:.60}")
+        return self._tokens_of(self._number(name, "catalogue"))
+
+    def _tokens_of(self, number: int) -> tuple[int, ...]:
         row = self._row_of(number)
         found: list[int] = []
         for level in self.levels:
@@ -174,16 +176,19 @@ class Catalogue:
 
     def restricted(self, allow: Sequence[str] | None, deny: Sequence[str]) -> Walk:
         """As if there were only the items of these names, and none of those others."""
+        denied = frozenset(deny)
+        for name in denied:
+            self._number(name, "deny")
         if allow is not None:
-            wanted = {name: self.tokens(name) for name in allow if name not in set(deny)}
+            wanted = {name: self._tokens_of(self._number(name, "allow")) for name in allow if name not in denied}
             if not wanted:
                 raise InvalidRequest("allow", "leaves no item")
             return Walk(Catalogue(wanted))
-        return Walk(self, self._denied(deny)) if deny else Walk(self)
+        return Walk(self, self._denied(deny), denied) if deny else Walk(self)
 
     def _denied(self, names: Sequence[str]) -> tuple[Ints, ...]:
         """The nodes of each level that no item is left of."""
-        rows = np.array(sorted({self._row_of(self._number(name)) for name in names}), np.int32)
+        rows = np.array(sorted({self._row_of(self._number(name, "deny")) for name in names}), np.int32)
         gone = []
         for level in self.levels:
             nodes = np.searchsorted(level.rows, rows, side="right") - 1
@@ -194,19 +199,20 @@ class Catalogue:
             raise InvalidRequest("deny", "leaves no item")
         return tuple(gone)
 
-    def _number(self, name: str) -> int:
+    def _number(self, name: str, field: str) -> int:
         number = self._names.find(name)
         if number is None:
-            raise InvalidRequest("deny", f"the catalogue has no item {name!r:.60}")
+            raise InvalidRequest(field, f"the catalogue has no item {name!r:.60}")
         return number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Walk:
-    """A catalogue as one request sees it: without the nodes that are `denied`, by level."""
+    """A catalogue as one request sees it: without the nodes that are `denied`, by level, and without items of these names."""
 
     catalogue: Catalogue
     denied: tuple[Ints, ...] | None = None
+    denied_names: frozenset[str] = frozenset()
 
     @property
     def depth(self) -> int:
@@ -217,7 +223,7 @@ class Walk:
         return self.catalogue.max_token
 
     def names(self, tokens: Sequence[int]) -> tuple[str, ...]:
-        return self.catalogue.names(tokens)
+        return tuple(name for name in self.catalogue.names(tokens) if name not in self.denied_names)
 
 
 class _Names:

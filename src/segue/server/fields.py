@@ -14,6 +14,7 @@ TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 ForkPoint = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Literal["now"] | None
 Stop = str | Annotated[list[str], Field(max_length=64)] | None
 MAX_PROMPTS = 256
+MAX_NAMES = 10_000
 _MAX_DEPTH = 100  # of lists and objects in each other; what walks them later needs stack for it
 _encode = msgspec.json.Encoder().encode
 
@@ -173,8 +174,8 @@ class BeamFields(Body):
     length_penalty: float = Field(1.0, ge=-10, le=10)
     early_stopping: bool | Literal["never"] = False
     catalogue: str | None = Field(None, description="name of the catalogue whose items are sought")
-    allow: list[str] | None = Field(None, description="of those, only these")
-    deny: list[str] = Field(default_factory=list, description="of those, none of these")
+    allow: list[str] | None = Field(None, max_length=MAX_NAMES, description="of those, only these")
+    deny: list[str] = Field(default_factory=list, max_length=MAX_NAMES, description="of those, none of these")
     scoring: Literal["full", "legal"] = Field("full", description="what log-probabilities are taken over")
 
     def beam(self, **more: Any) -> BeamParams:
@@ -265,10 +266,18 @@ class RecommendBody(StateFields):
         return self
 
 
-_SAMPLING_ONLY = (
-    "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop",
-    "min_tokens", "include_stop_str_in_output",
-)  # fmt: skip
+_NEUTRAL: dict[str, tuple[Any, ...]] = {  # values of fields for sampling that ask for nothing
+    "top_p": (None, 1),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "stop": (None, []),
+    "min_tokens": (0,),
+    "include_stop_str_in_output": (False,),
+}
 
 
 class CompletionBody(GenerationFields, BeamFields):
@@ -306,8 +315,7 @@ class CompletionBody(GenerationFields, BeamFields):
             if wrong := sorted(given & {"beam_width", *BeamFields.model_fields}):
                 raise ValueError(f"{wrong[0]}: is for searches: set use_beam_search")
             return
-        defaults = type(self).model_fields
-        if wrong := [name for name in _SAMPLING_ONLY if getattr(self, name) not in (None, defaults[name].default)]:
+        if wrong := [name for name, neutral in _NEUTRAL.items() if getattr(self, name) not in neutral]:
             raise ValueError(f"{wrong[0]}: is for sampling, and a beam search samples nothing: leave it out")
         if self.logprobs:
             raise ValueError("logprobs: a search gives those of its own tokens alone: 0, or leave it out")

@@ -64,6 +64,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     beam: dict[str, Any] | None = None  # a search, at once or, if the answers are thoughts, after each of them
     thinks: bool = False
     search_suffix: bytes = b""
+    search_rest: bytes | None = None
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -53,7 +53,12 @@ async def _call(service: Service, gate: Gate, body: RecommendBody, answer_id: st
     search: dict[str, Any] = {"params": SamplingParams(), "beam": body.beam.params()}
     if body.think is not None:
         suffix = await encoded(body.suffix, add_special=False)
-        search |= {"params": body.think.params(), "thinks": True, "search_suffix": suffix}
+        params = body.think.params()
+        search |= {"params": params, "thinks": True, "search_suffix": suffix}
+        stops = [stop for stop in params.stop if isinstance(body.suffix, str) and body.suffix.startswith(stop)]
+        if stops and isinstance(body.suffix, str):
+            rest = body.suffix.removeprefix(max(stops, key=len))
+            search["search_rest"] = await service.encode(rest, add_special=False)
     if body.continuation_of is not None:
         tokens = await service.suffix_tokens(body)
         return service.call(gate, body, answer_id, tokens, parent=body.continuation_of, at=body.fork_at, **search)

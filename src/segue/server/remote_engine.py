@@ -60,6 +60,7 @@ class Call:
     beam: BeamParams | None = None  # a search, at once or, if the answers are thoughts, after each of them
     thinks: bool = False
     search_suffix: Sequence[int] = ()
+    search_rest: Sequence[int] | None = None  # what of it follows a thought that ended in a stop string
     imported: bool = False  # from another engine: it begins in the middle of its text, which the engine therefore makes
 
     def message(self) -> Submit:
@@ -77,6 +78,7 @@ class Call:
             as_dict(self.beam) if self.beam is not None else None,
             self.thinks,
             as_bytes(self.search_suffix),
+            None if self.search_rest is None else as_bytes(self.search_rest),
         )
 
     @property

@@ -220,7 +220,9 @@ class EngineProcess:
             content = {"parent": message.parent, "suffix": tokens, "at": message.at}
         if message.beam is not None:
             beam = BeamParams(**message.beam)
-            content |= {"then": Then(beam, as_tokens(message.search_suffix))} if message.thinks else {"beam": beam}
+            rest = None if message.search_rest is None else as_tokens(message.search_rest)
+            then = Then(beam, as_tokens(message.search_suffix), rest)
+            content |= {"then": then} if message.thinks else {"beam": beam}
         self._engine.submit(
             Request(
                 params=SamplingParams(**message.params),

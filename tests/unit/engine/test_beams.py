@@ -225,6 +225,36 @@ def test_a_thought_without_a_limit_leaves_room_for_its_search():
     assert len(result.beams) == 8
 
 
+def test_room_that_a_search_needs_is_no_room_for_a_thought():
+    engine = make(num_blocks=30)
+    then = Then(BeamParams(width=8, max_tokens=3), [1, 2])
+    fits = 29 * 4 - 2 - 16 - len(PROMPT)
+    with pytest.raises(RequestTooLong, match=f"min_tokens: {fits + 1} is over the {fits} tokens"):
+        engine.submit(Request(PROMPT, SamplingParams(max_tokens=None, min_tokens=fits + 1), then=then))
+    engine.submit(Request(PROMPT, SamplingParams(max_tokens=None, min_tokens=fits), then=then))
+
+
+def test_tokens_outside_the_vocabulary_are_refused_wherever_they_stand():
+    """None may get as far as a step, where others would fail with it."""
+    config = EngineConfig(200, 4, max_step_tokens=128, max_running=32, max_model_len=200)
+    engine = EngineCore(FakeExecutor(200, 4), config, vocab_size=VOCAB)
+    state = engine.generate(PROMPT, SamplingParams(max_tokens=2), hold=True)[0].state
+    beam = BeamParams(width=2, max_tokens=2)
+    for wrong in (
+        Request([VOCAB], beam=beam),
+        Request(parent=state, suffix=[VOCAB], beam=beam),
+        Request(parent=state, suffix=[VOCAB], then=Then(beam, [1])),
+        Request(PROMPT, then=Then(beam, [VOCAB])),
+        Request(PROMPT, then=Then(beam, [1], [VOCAB])),
+        Request(PROMPT, beam=BeamParams(max_tokens=2, stop_token_ids=[VOCAB])),
+        Request(PROMPT, beam=BeamParams(max_tokens=2, allowed_token_ids=[VOCAB])),
+        Request(PROMPT, SamplingParams(allowed_token_ids=[VOCAB])),
+    ):
+        with pytest.raises(InvalidRequest, match=f"token id {VOCAB} is outside"):
+            engine.submit(wrong)
+    assert not engine.has_work
+
+
 def test_a_failed_step_ends_its_searches_and_no_others():
     engine = make()
     one = engine.submit(Request(PROMPT, beam=BeamParams(width=4, max_tokens=4)))
@@ -284,6 +314,7 @@ def test_what_cannot_be_is_refused_by_name(options, field):
 @pytest.mark.parametrize(
     "options",
     [
+        {"early_stopping": 1},
         {"width": 0}, {"width": 513}, {"width": 2.0}, {"n": 5}, {"n": 0}, {"early_stopping": "ever"}, {"scoring": "none"},
         {"merge": "all"}, {"scoring": "legal"}, {"allow": ["a"]}, {"deny": ["a"]}, {"length_penalty": float("nan")},
         {"temperature": -1}, {"seed": -1}, {"max_tokens": None}, {"ignore_eos": 1}, {"allowed_token_ids": [-1]},

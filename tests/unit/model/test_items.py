@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segue import BeamParams, Catalogue, Engine, InvalidRequest, Request
+from segue import BeamParams, Catalogue, Engine, InvalidRequest, Request, SamplingParams, Then
 
 LINES = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple), min_size=1, max_size=40)
 
@@ -193,6 +193,44 @@ def test_a_denied_item_makes_room_for_the_next(engine):
     )
     few = tuple(ranking[10:14])
     assert [beam.items[0] for beam in found(engine, width=20, catalogue=catalogue, allow=few)] == list(few)
+
+
+def test_items_with_the_same_tokens_are_denied_one_by_one(engine):
+    catalogue = Catalogue({"a": (11, 40, 7), "b": (11, 40, 7), "c": (12, 3, 3)})
+    assert {beam.items for beam in found(engine, catalogue=catalogue, deny=("a",))} == {("b",), ("c",)}
+    assert {beam.items for beam in found(engine, catalogue=catalogue, deny=("a", "b"))} == {("c",)}
+    for options, field in (({"deny": ("x",)}, "deny"), ({"allow": ("x",)}, "allow"), ({"allow": "ab"}, "allow")):
+        with pytest.raises(InvalidRequest, match=f"^{field}: "):
+            found(engine, catalogue=catalogue, **options)
+    with pytest.raises(InvalidRequest, match="deny: the catalogue has no item 'x'"):
+        found(engine, catalogue=catalogue, allow=("a",), deny=("x",))
+
+
+def test_a_line_ends_where_its_item_does(engine):
+    """Not at a stop token within it, and not before it is whole."""
+    catalogue = Catalogue({"a": (257, 5, 6), "b": (257, 5, 7)})
+    assert {beam.items for beam in found(engine, catalogue=catalogue, stop_token_ids=(257,))} == {("a",), ("b",)}
+    with pytest.raises(InvalidRequest, match="max_tokens: 2 is less than the 3 tokens"):
+        found(engine, catalogue=catalogue, max_tokens=2)
+
+
+def test_a_stop_string_at_the_very_end_of_a_thought(engine):
+    """However many tokens it might have had: it was stopped, and the stop is not repeated."""
+    prompt, free = list(range(60)), SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    thought = engine.generate(prompt, free)[0]
+    stop = next(letter for letter in thought.text[2:] if letter.isascii() and letter.isprintable())
+    beam = BeamParams(width=4, max_tokens=2)
+    found = []
+    first = engine.generate(prompt, replace(free, stop=(stop,)))[0]
+    for most in (len(first.token_ids), 12):
+        params = replace(free, max_tokens=most, stop=(stop,))
+        result = engine.generate(Request(prompt, params, then=Then(beam, f"{stop}ab")))[0]
+        assert result.completions[0].finish_reason == "stop" and result.token_ids == first.token_ids
+        assert result.text == first.text
+        after = result.state.tokens.tolist()[len(prompt) + len(result.token_ids) :][:2]
+        assert bytes(after) == b"ab" and result.completions[0].search_prefilled == 3
+        found.append([(line.token_ids, line.score) for line in result.beams])
+    assert found[0] == found[1]
 
 
 def test_by_name_and_replaced_while_it_runs(engine):
