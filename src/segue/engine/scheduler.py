@@ -10,7 +10,7 @@ from segue.base.clock import Clock
 from segue.base.config import EngineConfig
 from segue.base.types import FinishReason
 from segue.engine.admission import longest_answer
-from segue.engine.beam import Candidates, SearchStep
+from segue.engine.beam import BeamSearch, Candidates, SearchStep
 from segue.engine.executor import Row, StepPlan, StepResult, TokenLogprobs
 from segue.engine.heirs import WHY_GONE, Heirs
 from segue.engine.jobs import JobDesk
@@ -137,17 +137,22 @@ class Scheduler:
         running = self._running
         budget = self.config.max_step_tokens
         behind = len(running)
-        beams_behind = sum(_num_beams(sequence) for sequence in running.values())
+        beams_behind = sum(_num_beams(sequence.search) for sequence in running.values() if sequence.search is not None)
         for sequence in list(running.values()):
             behind -= 1
-            num_beams = _num_beams(sequence)
+            num_beams = _num_beams(sequence.search) if sequence.search is not None else 0
             beams_behind -= num_beams
             table = sequence.table
             if table is None or sequence.id not in running:
                 continue  # preempted a moment ago, by one in front
             if num_beams > budget - behind:
                 continue  # all of a group's beams or none: those in front go first, and soon end
-            start, stop = _extent(sequence, max(budget - behind - beams_behind, 1))
+            if num_beams and sequence.search is not None:
+                start = len(sequence.tokens) + sequence.search.num_written
+                stop = start + num_beams
+            else:
+                start = sequence.num_computed
+                stop = min(len(sequence.tokens), start + max(budget - behind - beams_behind, 1))
             reservation = self._grow(table, start, stop)
             while reservation is None and self._preempt_for(sequence, rows, copies):
                 reservation = self._grow(table, start, stop)
@@ -552,27 +557,19 @@ def _known_keys(sequence: Sequence, kv: KVManager) -> list[int]:
     return turn.parent.keys[: turn.num_shared // kv.block_size] if turn.parent is not None else []
 
 
-def _num_beams(sequence: Sequence) -> int:
-    """Rows that its next step must have, all of them."""
-    return sequence.search.width if sequence.is_expanding and sequence.search is not None else 0
-
-
-def _extent(sequence: Sequence, most: int) -> tuple[int, int]:
-    """The positions that its next step writes: `most` at most, unless they are a group's beams."""
-    if sequence.is_expanding and (search := sequence.search) is not None:
-        first = len(sequence.tokens) + search.num_written
-        return first, first + search.width
-    return sequence.num_computed, min(len(sequence.tokens), sequence.num_computed + most)
+def _num_beams(search: BeamSearch) -> int:
+    """Rows that its next step must have, all of them; 0 while its prefix is computed."""
+    return search.width if search.has_begun else 0
 
 
 def _row(sequence: Sequence, table: BlockTable, stop: int) -> Row:
     """Compute up to `stop`; sample, or search, if that is the last token there is."""
     search, length = sequence.search, len(sequence.tokens)
-    if search is not None and search.has_begun:
-        fed, first = search.tokens(), length + search.num_written
-        return Row(sequence.id, fed, first, stop, table.blocks, None, search.step(length))
-    if search is not None:
-        step = search.step(length) if stop == length else None
-        return Row(sequence.id, sequence.tokens, sequence.num_computed, stop, table.blocks, None, step)
-    sampling = sequence.sampling if stop == len(sequence.tokens) else None
-    return Row(sequence.id, sequence.tokens, sequence.num_computed, stop, table.blocks, sampling)
+    if search is None:
+        sampling = sequence.sampling if stop == length else None
+        return Row(sequence.id, sequence.tokens, sequence.num_computed, stop, table.blocks, sampling)
+    if search.has_begun:
+        first = length + search.num_written
+        return Row(sequence.id, search.tokens(), first, stop, table.blocks, None, search.step(length))
+    step = search.step(length) if stop == length else None
+    return Row(sequence.id, sequence.tokens, sequence.num_computed, stop, table.blocks, None, step)

@@ -192,11 +192,6 @@ class Sequence:
             cached, new = num_reused - num_held - num_loaded, len(self.tokens) - num_reused - recomputed
             self.reuse = Reuse(num_held, cached, recomputed, new, num_loaded)
 
-    @property
-    def is_expanding(self) -> bool:
-        """Its beams have tokens of their own, which the next step feeds."""
-        return self.search is not None and self.search.has_begun
-
     def begin_search(self, search: Search) -> None:
         seed = self.turn.seed if search.params.seed is None else search.params.seed
         self.search = search.begin(self.turn.eos_ids, sample_seed(seed, self.index), self.index)
