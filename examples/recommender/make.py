@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=96)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--rec", type=Path, metavar="FOLDER", help="with DATASET.index.json.gz and its histories")
     parser.add_argument("--dataset", default="Beauty")
     given = parser.parse_args()
@@ -112,9 +113,9 @@ def main() -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).to(given.device)
     print(f"{len(data.items):,} items, {len(data.train):,} examples, {model.num_parameters():,} parameters")
-    train(model, rows_of(data.train, tokenizer), given.steps, given.batch, tokenizer.pad_token_id)
+    train(model, rows_of(data.train, tokenizer).to(given.device), given.steps, given.batch, tokenizer.pad_token_id)
     write(given.folder, data, tokenizer, model)
     print(f"Try it: segue bench two-stage {given.folder}")
 

@@ -6,6 +6,7 @@ import random
 import struct
 import tracemalloc
 from array import array
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -253,11 +254,11 @@ def test_headers_with_odd_values_are_refused_or_make_sense(tmp_path):
             place, key = rng.choice(places(header))
             action = rng.random()
             if action < 0.8:
-                place[key] = rng.choice(ODD)
+                place[key] = deepcopy(rng.choice(ODD))
             elif action < 0.9:
                 del place[key]
             else:
-                place.update({"odd": 1}) if isinstance(place, dict) else place.append(rng.choice(ODD))
+                place.update({"odd": 1}) if isinstance(place, dict) else place.append(deepcopy(rng.choice(ODD)))
         opened += opens(tmp_path / "a.segue", signed(json.dumps(header).encode(), parts))
     assert 0 < opened < 1_500  # an odd id, or an odd temperature, is a good one
 
