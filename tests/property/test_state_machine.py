@@ -181,7 +181,7 @@ class StateMachine(RuleBasedStateMachine):
         if state is not None:
             at = max(int(share * state.num_tokens), 1)
             child = engine.fork(state, at, hold=hold, state_id=f"s{self._new_id()}")
-            assert child.num_held <= min(at, state.num_computed)
+            assert child.num_held <= at  # the parent may have come without KV that the cache has
 
     @rule(data=st.data(), seconds=st.none() | st.sampled_from([0.5, 4.0]), value=st.floats(0, 3))
     def hold(self, data, seconds, value):
