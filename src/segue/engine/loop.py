@@ -22,7 +22,7 @@ from segue.engine.scheduler import Scheduler
 from segue.engine.sequence import Heir, Turn
 from segue.engine.stream import Mailbox, Stream
 from segue.engine.text import Tokenizer, decoder
-from segue.engine.tiering import open_tiers
+from segue.engine.tiering import OpenSlow, open_tiers
 from segue.engine.turns import TurnMaker, answer_names
 from segue.kv import KVManager
 from segue.policies import Policy, make_policy
@@ -46,8 +46,10 @@ class EngineLoop:
         policy: Policy | str | None = None,
         clock: Clock | None = None,
         tiers: Sequence[str] = (),
+        open_slow: OpenSlow | None = None,
     ) -> None:
-        """`tiers`: where KV goes besides the device, such as "host=4GiB" and "disk=/path,20GiB"."""
+        """`tiers`: where KV goes besides the device, such as "host=4GiB" and "disk=/path,20GiB"; `open_slow` opens those that
+        take their time, if not as files and connections."""
         self.config = config
         self.policy = make_policy(policy)
         self.tokenizer = tokenizer
@@ -59,7 +61,7 @@ class EngineLoop:
         self.kv.leases.default_quota = config.lease_quota
         self._answers = Answers(tokenizer, self._clock)
         decode = decoder(tokenizer) if tokenizer is not None else None
-        self._tiers = open_tiers(tiers, self.kv, executor)
+        self._tiers = open_tiers(tiers, self.kv, executor, self._clock, open_slow)
         self._scheduler = Scheduler(config, self.kv, self.policy, self._clock, decode=decode, tiers=self._tiers)
         self._desk = StateDesk(
             self._scheduler,

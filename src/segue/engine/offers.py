@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,8 +20,8 @@ class Load:
     at: int
     stop: int
     num_held: int
+    moved_at: float
     first: int = field(init=False)
-    moved_at: float = field(default_factory=time.monotonic)
     asked: set[bytes] = field(default_factory=set)
     pinned: set[bytes] = field(default_factory=set)
     is_over: bool = False

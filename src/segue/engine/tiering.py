@@ -14,9 +14,11 @@ import threading
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from segue.base.clock import Clock
 from segue.base.errors import InvalidRequest
 from segue.engine.executor import Executor
 from segue.engine.offers import NO_OFFER, Asked, Load, Offer, worth_loading
@@ -33,8 +35,9 @@ from segue.kv.tiers import (
     tenant_tag,
 )
 from segue.kv.tiers.courier import Speed
-from segue.kv.tiers.specs import DiskSpec, parse_tiers
+from segue.kv.tiers.specs import DiskSpec, RemoteSpec, parse_tiers
 
+OpenSlow = Callable[[DiskSpec | RemoteSpec, Executor], Courier]
 _LOAD_SHARE, _SAVE_SHARE = (
     0.1,
     0.05,
@@ -58,6 +61,7 @@ class TierDesk:
         host: HostTier,
         couriers: list[Courier],
         names: BlockNames,
+        clock: Clock,
         *,
         is_tier: bool,
     ) -> None:
@@ -68,6 +72,7 @@ class TierDesk:
         self._host_is_tier = is_tier
         self._couriers = couriers
         self._names = names
+        self._clock = clock
         self._loads: dict[Sequence, Load] = {}
         self._asked: dict[Sequence, Asked] = {}
         self._to_save: deque[tuple[int, bytes]] = deque()
@@ -116,11 +121,11 @@ class TierDesk:
         unknown = [name for name, *has in zip(names, *have, strict=True) if name not in self._host and not any(has)]
         if unknown:
             looks = [courier.look(unknown) for courier in shared]
-            self._asked[sequence] = Asked(looks, time.monotonic() + _MOST_LOOKING)
+            self._asked[sequence] = Asked(looks, self._clock.now() + _MOST_LOOKING)
         return bool(unknown)
 
     def take_answered(self) -> list[Sequence]:
-        now = time.monotonic()
+        now = self._clock.now()
         answered = [
             sequence
             for sequence, asked in self._asked.items()
@@ -173,7 +178,7 @@ class TierDesk:
 
     def begin(self, sequence: Sequence, table: BlockTable, first: int, count: int, num_held: int) -> None:
         names = self._kv.names(table, sequence.tokens, first + count)
-        load = Load(sequence, table, names, first, first + count, num_held)
+        load = Load(sequence, table, names, first, first + count, num_held, self._clock.now())
         for name in names[first:]:
             if name in self._host:
                 self._pin(load, name)
@@ -202,17 +207,17 @@ class TierDesk:
             name = load.names[load.at]
             self._ask(load)
             is_lost = not host.is_known(name) and (name in load.asked or not self._comes(load))
-            load.is_over = is_lost or time.monotonic() > load.moved_at + _MOST_SECONDS
+            load.is_over = is_lost or self._clock.now() > load.moved_at + _MOST_SECONDS
             return False
         blocks = load.table.blocks[load.at : load.at + len(came)]
-        began = time.perf_counter()
+        began = self._clock.now()
         self._executor.blocks_in(blocks, [host.use(name) for name in came], host.memory)
-        self._in.note(len(came) * self._names.block_bytes, time.perf_counter() - began)
+        self._in.note(len(came) * self._names.block_bytes, self._clock.now() - began)
         for name in load.pinned.intersection(came):
             load.pinned.discard(name)
             host.unpin(name)
         load.at += len(came)
-        load.moved_at = time.monotonic()
+        load.moved_at = self._clock.now()
         load.is_over = load.at == load.stop
         self.num_loaded += len(came)
         return True
@@ -294,7 +299,7 @@ class TierDesk:
 
     def _read_into(self, slots: dict[bytes, tuple[int, int]]) -> None:
         """Blocks and slots, by name."""
-        began = time.perf_counter()
+        began = self._clock.now()
         try:
             blocks, places = zip(*slots.values(), strict=True)
             self._executor.blocks_out(blocks, places, self._host.memory)
@@ -302,7 +307,7 @@ class TierDesk:
             for name in slots:
                 self._host.failed(name)
             raise
-        self._out.note(len(slots) * self._names.block_bytes, time.perf_counter() - began)
+        self._out.note(len(slots) * self._names.block_bytes, self._clock.now() - began)
         for name in slots:
             self._host.filled(name)
         self.num_saved += len(slots)
@@ -332,7 +337,7 @@ class TierDesk:
 
     def work(self, step_seconds: float | None) -> bool:
         """Move blocks for a share of the time that the last step took, or for a moment if there was none. Whether any moved."""
-        began = time.perf_counter()
+        began = self._clock.now()
         load_until = began + (_IDLE_SECONDS if step_seconds is None else step_seconds * _LOAD_SHARE)
         save_until = began + (_IDLE_SECONDS if step_seconds is None else step_seconds * _SAVE_SHARE)
         for courier in self._couriers:
@@ -341,9 +346,9 @@ class TierDesk:
         for load in list(self._loads.values()):
             while not load.is_over and self._move(load, self._num_until(load_until, self._in)):
                 moved = True
-                if time.perf_counter() > load_until:
+                if self._clock.now() > load_until:
                     return True
-        while self._to_save and time.perf_counter() < save_until:
+        while self._to_save and self._clock.now() < save_until:
             many = min(self._num_until(save_until, self._out), len(self._to_save))
             wanted = [self._to_save.popleft() for _ in range(many)]
             held = [(block, name) for block, name in wanted if self._kv.holds(block, name)]
@@ -360,12 +365,12 @@ class TierDesk:
     def _num_until(self, limit: float, speed: Speed) -> int:
         """Blocks that can be copied until then; one is always."""
         each = speed.seconds_for(self._names.block_bytes)
-        return min(max(int((limit - time.perf_counter()) / each), 1), _AT_ONCE) if each else 1
+        return min(max(int((limit - self._clock.now()) / each), 1), _AT_ONCE) if each else 1
 
     def wait(self, seconds: float) -> None:
         """For a slow tier, when nothing else is to be done."""
         if self._couriers:
-            self._arrived.wait(seconds)
+            self._couriers[0].wait(seconds)
 
     def _collect(self) -> bool:
         done = [task for courier in self._couriers for task in courier.finished()]
@@ -427,7 +432,9 @@ class TierDesk:
             courier.close(max(deadline - time.monotonic(), 0.1))
 
 
-def open_tiers(texts: Seq[str], kv: KVManager, executor: Executor) -> TierDesk | None:
+def open_tiers(
+    texts: Seq[str], kv: KVManager, executor: Executor, clock: Clock, open_slow: OpenSlow | None = None
+) -> TierDesk | None:
     """None if there are to be none. A tier that cannot be had is refused."""
     specs = parse_tiers(texts)
     if not specs:
@@ -438,14 +445,15 @@ def open_tiers(texts: Seq[str], kv: KVManager, executor: Executor) -> TierDesk |
     host_bytes = specs.host_bytes if specs.host_bytes is not None else max(_STAGING_BYTES, _AHEAD * block_bytes)
     if host_bytes < block_bytes:
         raise InvalidRequest("tier", f"host={host_bytes} bytes hold less than one block, {block_bytes} bytes")
-    couriers = []
-    for spec in (specs.disk, specs.remote):
-        if spec is not None:
-            tier: SlowTier = (
-                DiskTier(spec.folder, spec.num_bytes) if isinstance(spec, DiskSpec) else RemoteTier(spec.url)
-            )
-            couriers.append(Courier(CompressedTier(tier, executor.codec()) if spec.compressed else tier))
+    couriers = [
+        (open_slow or _open_slow)(spec, executor) for spec in (specs.disk, specs.remote) if spec is not None
+    ]
     names = BlockNames(executor.kv_layout, kv.block_size, specs.compressed)
     memory = executor.host_memory(host_bytes // block_bytes * block_bytes)
     host = HostTier(memory, block_bytes)
-    return TierDesk(kv, executor, host, couriers, names, is_tier=specs.host_bytes is not None)
+    return TierDesk(kv, executor, host, couriers, names, clock, is_tier=specs.host_bytes is not None)
+
+
+def _open_slow(spec: DiskSpec | RemoteSpec, executor: Executor) -> Courier:
+    tier: SlowTier = DiskTier(spec.folder, spec.num_bytes) if isinstance(spec, DiskSpec) else RemoteTier(spec.url)
+    return Courier(CompressedTier(tier, executor.codec()) if spec.compressed else tier)

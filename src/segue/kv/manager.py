@@ -86,6 +86,10 @@ class KVManager:
     def usage(self) -> float:
         return self._pool.usage
 
+    def count_cached(self) -> int:
+        """Free blocks whose content could still be found. It looks at every block: for people, not for steps."""
+        return sum(parent is not None and not refs for parent, refs in zip(self._parents, self._refs, strict=True))
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -140,7 +140,7 @@ class Look:
 
 
 class Courier:
-    def __init__(self, tier: SlowTier, most_stores: int = 256) -> None:
+    def __init__(self, tier: SlowTier, most_stores: int = 256, num_threads: int = _NUM_THREADS) -> None:
         self.tier = tier
         self.counts = Counts()
         self.store_speed, self.load_speed = Speed(), Speed()
@@ -158,7 +158,7 @@ class Courier:
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, args=[number], name=f"segue-{tier.kind}-{number}", daemon=True)
-            for number in range(_NUM_THREADS)
+            for number in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -361,10 +361,10 @@ class Courier:
             if isinstance(outcome, TierError):  # it works, but this block is no good
                 counts.damaged += 1
                 _log.warning("%s: %s", self.tier.kind, outcome)
-        self._count(is_store, [len(task.buffer) for task in tasks if task.ok], time.monotonic() - began)
+        self._count_bytes(is_store, [len(task.buffer) for task in tasks if task.ok], time.monotonic() - began)
         counts.missed += outcomes.count(False)
 
-    def _count(self, is_store: bool, sizes: list[int], seconds: float) -> None:
+    def _count_bytes(self, is_store: bool, sizes: list[int], seconds: float) -> None:
         counts = self.counts
         if is_store:
             counts.stored += len(sizes)
