@@ -11,8 +11,8 @@ _BURSTINESS = 4.0  # squared coefficient of variation of the time between two jo
 
 
 def arrival_times(kind: str, rate: float, seconds: float, seed: int) -> list[float]:
-    """Of the jobs that come within so many seconds, at `rate` a second. Poisson: as many as that makes, at any time alike, so that
-    a load is what it is called. Bursty: the times between them are gamma distributed, most of them short."""
+    """Of the jobs that come within so many seconds, at `rate` a second. Poisson: as many as that makes, at any time alike, so
+    that a load is what it is called. Bursty: the times between them are gamma distributed, most of them short."""
     if kind not in KINDS:
         raise InvalidRequest("arrivals", f"{kind!r:.40} is none of {', '.join(KINDS)}")
     if rate <= 0 or seconds <= 0:

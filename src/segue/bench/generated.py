@@ -29,14 +29,29 @@ class AgentJob:
         (0.05, 0.1),
         (0.1, 0.3),
     )
-    commands: tuple[str, ...] = ("find . -name '*.py'", "cat main.py", "cat util.py", "grep -rn TODO .", "pytest", "cat test.py", "git apply fix.patch")
+    commands: tuple[str, ...] = (
+        "find . -name '*.py'",
+        "cat main.py",
+        "cat util.py",
+        "grep -rn TODO .",
+        "pytest",
+        "cat test.py",
+        "git apply fix.patch",
+    )
     usual: float = 0.925
     gap_scale: float = 1.0
 
     def __post_init__(self) -> None:
         turns = len(self.prompt_tokens)
-        if not turns or len(self.output_tokens) != turns or len(self.gaps) < turns - 1 or len(self.commands) < turns - 1:
-            raise InvalidRequest("agents", "each turn needs an output length, and each but the last a tool and its seconds")
+        if (
+            not turns
+            or len(self.output_tokens) != turns
+            or len(self.gaps) < turns - 1
+            or len(self.commands) < turns - 1
+        ):
+            raise InvalidRequest(
+                "agents", "each turn needs an output length, and each but the last a tool and its seconds"
+            )
         for at in range(1, turns):
             if self.prompt_tokens[at] <= self.prompt_tokens[at - 1] + self.output_tokens[at - 1]:
                 raise InvalidRequest("agents", f"the prompt of turn {at + 1} does not hold what was said before it")

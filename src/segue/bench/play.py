@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from segue.base.clock import VirtualClock
 from segue.base.errors import InvalidRequest, SegueError
 from segue.base.types import BeamParams, SamplingParams
 from segue.bench.workload import Job, Run, Texts, Turn, Workload
@@ -38,7 +39,7 @@ class TurnRecord(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """Blocks, by what they are for; at some time."""
+    """Blocks, by what they are for; at some time. What is leased and runs besides counts as leased."""
 
     at: float
     running: int
@@ -80,8 +81,8 @@ class RealPace:
 
 
 class VirtualPace:
-    def __init__(self, engine: SimulatedEngine) -> None:
-        self._clock = engine.clock
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
 
     def now(self) -> float:
         return self._clock.now()
@@ -102,6 +103,7 @@ class _Going:
     num_prompt: int = 0
     num_kv: int = 0  # of the conversation, when the last turn ended
     seed: int = 0  # of its last request
+    searches: bool = False  # this turn does
     asked_at: float = 0.0
     first_token_at: float | None = None
 
@@ -130,7 +132,7 @@ class Player:
         self._workload = workload
         self._engine = engine
         self._answers = engine.executor.answers if isinstance(engine, SimulatedEngine) else None
-        self._pace: Pace = pace or (VirtualPace(engine) if isinstance(engine, SimulatedEngine) else RealPace())
+        self._pace: Pace = pace or (VirtualPace(engine.clock) if isinstance(engine, SimulatedEngine) else RealPace())
         self._texts = texts or Texts(32_000 if is_simulated else 250)
         self._turn_seconds = turn_seconds
         self._sample_seconds = sample_seconds
@@ -154,8 +156,7 @@ class Player:
             if not engine.has_work:
                 self._sleep()
                 continue
-            for delta in engine.step():
-                self._take(delta)
+            self._take(engine.step())
             if self._sample_seconds is not None:
                 self._sample()
         after = engine.stats()
@@ -192,8 +193,10 @@ class Player:
 
     def _sleep(self) -> None:
         """Until something happens, or the engine wants to look at what it keeps."""
+        if not self._events:
+            return
         until = self._events[0][0]
-        if (wait := self._engine.expire()) is not None and self._events:
+        if (wait := self._engine.expire()) is not None:
             until = min(until, self._pace.now() + max(wait, 1e-6))
         self._pace.sleep_until(until)
 
@@ -210,7 +213,7 @@ class Player:
             del said[turn.keep :]
             going.num_kv = min(going.num_kv, len(said))
         self._texts.append(said, turn.added)
-        going.num_prompt, going.first_token_at = len(said), None
+        going.num_prompt, going.first_token_at, going.searches = len(said), None, turn.beam_width > 0
         self._num_requests += 1
         request_id = f"{going.job.id}.{going.at}"
         try:
@@ -232,21 +235,23 @@ class Player:
         params = SamplingParams(max_tokens=turn.num_output, temperature=0.0, ignore_eos=True, seed=seed)
         return Request(going.said, params, **more)  # type: ignore[arg-type]
 
-    def _take(self, delta: Delta) -> None:
-        going = self._under_way.get(delta.request_id)
-        if going is None:
-            return
-        self.played.num_events += 1
-        if going.first_token_at is None:
-            going.first_token_at = self._pace.now()
-        if not going.turn.beam_width:
-            going.said.extend(delta.token_ids)
-        if delta.finish_reason is not None:
-            del self._under_way[delta.request_id]
-            if delta.error is not None:
-                self._fail(going, str(delta.error))
-            else:
-                self._end_turn(going, delta)
+    def _take(self, deltas: list[Delta]) -> None:
+        under_way, now = self._under_way, self._pace.now()
+        self.played.num_events += len(deltas)
+        for delta in deltas:
+            going = under_way.get(delta.request_id)
+            if going is None:
+                continue
+            if going.first_token_at is None:
+                going.first_token_at = now
+            if not going.searches:
+                going.said.extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                del under_way[delta.request_id]
+                if delta.error is not None:
+                    self._fail(going, str(delta.error))
+                else:
+                    self._end_turn(going, delta)
 
     def _end_turn(self, going: _Going, delta: Delta) -> None:
         now, turn, half = self._pace.now(), going.turn, self._turn_seconds / 2
@@ -311,8 +316,9 @@ class Player:
 
 def occupancy(engine: EngineCore, at: float) -> Occupancy:
     kv = engine.kv
-    leased, cached = kv.leases.num_blocks, kv.count_cached()
-    return Occupancy(at, max(kv.num_blocks - kv.num_free - leased, 0), leased, cached, kv.num_free - cached)
+    used, cached = kv.num_blocks - kv.num_free, kv.count_cached()
+    leased = len({block for lease in kv.leases for block in lease.blocks})
+    return Occupancy(at, used - leased, leased, cached, kv.num_free - cached)
 
 
 def check_fits(workload: Workload, engine: EngineCore) -> None:

@@ -18,6 +18,8 @@ from segue.bench.measures import percentile
 from segue.bench.play import Played
 from segue.bench.workload import Workload
 
+_SAME = ("policy", "tiers", "jps", "gpu", "seed")  # of a run, in the records of its turns
+
 
 def run_record(workload: Workload, played: Played, settings: dict[str, Any]) -> dict[str, Any]:
     """`settings` has what was chosen: policy, jps, gpu, blocks, tiers, seed and so on. Names of the seed's schema where it has
@@ -65,15 +67,13 @@ def run_record(workload: Workload, played: Played, settings: dict[str, Any]) -> 
 
 def trace_records(played: Played, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A `turn` for each request, and `blocks` for each count of them; for pictures of one run."""
-    same = {name: settings[name] for name in ("policy", "jps", "gpu", "seed") if name in settings}
-    for turn in played.turns:
-        yield {"kind": "turn", **same} | {
-            name: _round(value) if isinstance(value, float) else value for name, value in turn._asdict().items()
-        }
-    for blocks in played.occupancy:
-        yield {"kind": "blocks", **same} | {
-            name: _round(value) if isinstance(value, float) else value for name, value in blocks._asdict().items()
-        }
+    same: dict[str, Any] = {name: settings[name] for name in _SAME if name in settings}
+    for kind, many in (("turn", played.turns), ("blocks", played.occupancy)):
+        for each in many:
+            record = {"kind": kind, **same}
+            for name, value in each._asdict().items():
+                record[name] = _round(value) if isinstance(value, float) else value
+            yield record
 
 
 def provenance() -> dict[str, Any]:
@@ -92,7 +92,12 @@ def _commit() -> str | None:
     folder = Path(__file__).resolve().parent
     try:
         found = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+            ["git", "rev-parse", "--short=12", "HEAD"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from segue.base.clock import Clock, SystemClock
@@ -84,6 +84,7 @@ class EngineLoop:
         self._abandoned: deque[tuple[str, Mailbox]] = deque()
         self._num_steps = 0
         self._step_seconds: float | None = None  # of the last step, if there was one
+        self.watch: Callable[[StepPlan], None] | None = None  # told of each plan before it is carried out
         self._closed = False
 
     # The loop
@@ -109,6 +110,8 @@ class EngineLoop:
                 raise IntegrityError("requests wait, nothing runs, and none can be admitted")
             return moved
         self._num_steps += 1
+        if self.watch is not None:
+            self.watch(plan)
         began = self._clock.now()
         try:
             result = self._executor.execute(plan)

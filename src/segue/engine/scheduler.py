@@ -205,7 +205,8 @@ class Scheduler:
             if sequence is None:
                 break
             if sequence.table is None:
-                sequence.table = self.kv.open(sequence.tokens, sequence.turn.scope, _known_keys(sequence, self.kv))
+                turn = sequence.turn
+                sequence.table = self.kv.open(sequence.tokens, turn.scope, _known_keys(sequence, self.kv), turn.job)
             if self._ask_for(sequence, sequence.table):
                 continue
             reservation = self._seat(sequence, sequence.table)
@@ -460,6 +461,8 @@ class Scheduler:
             self.kv.commit_tail(table, sequence.tokens, sequence.num_computed)
         if ends_well:
             self._leave_state(sequence)
+            if table is not None and sequence.turn.is_last_step:
+                self.kv.retire(table)
             if table is not None and self.tiers is not None:
                 self.tiers.turn_ended(table, sequence.tokens, sequence.num_computed)
         else:

@@ -445,9 +445,7 @@ def open_tiers(
     host_bytes = specs.host_bytes if specs.host_bytes is not None else max(_STAGING_BYTES, _AHEAD * block_bytes)
     if host_bytes < block_bytes:
         raise InvalidRequest("tier", f"host={host_bytes} bytes hold less than one block, {block_bytes} bytes")
-    couriers = [
-        (open_slow or _open_slow)(spec, executor) for spec in (specs.disk, specs.remote) if spec is not None
-    ]
+    couriers = [(open_slow or _open_slow)(spec, executor) for spec in (specs.disk, specs.remote) if spec is not None]
     names = BlockNames(executor.kv_layout, kv.block_size, specs.compressed)
     memory = executor.host_memory(host_bytes // block_bytes * block_bytes)
     host = HostTier(memory, block_bytes)

@@ -37,6 +37,7 @@ class Reservation:
 
 _NOTHING_NEEDED = Reservation()
 _NO_MATCH = Match((), None, 0, 0)
+_NOBODY = object()  # owns what nobody will ask for
 
 
 class KVManager:
@@ -69,6 +70,7 @@ class KVManager:
         self.leases = Leases(self._pool, block_size, self._emit)
         self._names: BlockNames | None = None
         self._name_of: list[bytes | None] = []  # by block, if there are tiers: what its content is called outside
+        self._owner_of: list[object] = []  # by block, the same: who alone has used it; None: several, or nobody knows
         self._save: Callable[[list[tuple[int, bytes]]], None] | None = None
 
     # What there is
@@ -102,6 +104,7 @@ class KVManager:
         """Give full blocks names that hold outside. `save` is called with blocks that are about to be reused, and their names."""
         self._names, self._save = names, save
         self._name_of = [None] * self._pool.num_blocks
+        self._owner_of = [None] * self._pool.num_blocks
 
     def names(self, table: BlockTable, tokens: array[int], num_blocks: int) -> list[bytes]:
         """Of the first `num_blocks` blocks of a table, all of them full or to be."""
@@ -110,14 +113,29 @@ class KVManager:
         return table.names[:num_blocks]
 
     def holds(self, block: int, name: bytes) -> bool:
-        """Whether the block still has the content of this name."""
-        return self._name_of[block] == name
+        """Whether the block still has the content of this name, and somebody may want it."""
+        return self._name_of[block] == name and self._owner_of[block] is not _NOBODY
+
+    def retire(self, table: BlockTable) -> None:
+        """The table's owner will not come back: what nobody else has used is not worth a copy when it leaves memory."""
+        if self._names is None or table.owner is None:
+            return
+        owners = self._owner_of
+        for block in table.blocks:
+            if owners[block] is table.owner:
+                owners[block] = _NOBODY
+
+    def _note_use(self, blocks: Sequence[int], owner: object) -> None:
+        owners = self._owner_of
+        for block in blocks:
+            if owners[block] is not owner:
+                owners[block] = None
 
     # A table's life
 
-    def open(self, tokens: array[int], scope: Scope, keys: Sequence[int] = ()) -> BlockTable:
+    def open(self, tokens: array[int], scope: Scope, keys: Sequence[int] = (), owner: object = None) -> BlockTable:
         """An empty table for these tokens, their full blocks hashed: those that `keys`, a parent's, do not cover."""
-        table = BlockTable(scope, self.prefix_caching)
+        table = BlockTable(scope, self.prefix_caching, owner)
         table.keys.extend(keys)
         if self.prefix_caching:
             extend_keys(table.keys, scope, tokens, self.block_size, self._hash_block)
@@ -196,6 +214,8 @@ class KVManager:
         table.blocks.extend(hit)
         table.blocks.extend(tail)
         table.num_committed = len(hit)
+        if self._names is not None:
+            self._note_use(hit, table.owner)
         table.indexed = table.indexed and (match.indexed or not hit)
         table.lender, table.num_borrowed = lender if borrowed else None, borrowed
         return True
@@ -273,8 +293,11 @@ class KVManager:
         if serving != mine:
             self._repoint(table, first, mine, serving)
         if self._names is not None:
-            for block, name in zip(serving, self.names(table, tokens, full)[first:], strict=False):
-                self._name_of[block] = name
+            for block, there, name in zip(mine, serving, self.names(table, tokens, full)[first:], strict=False):
+                self._name_of[there] = name
+                if block == there:
+                    self._owner_of[there] = table.owner
+            self._note_use(serving, table.owner)
         for block, there, key in zip(mine, serving, keys, strict=False) if self._observers else ():
             if block == there:
                 self._emit(Stored(block, key))
@@ -431,7 +454,8 @@ class KVManager:
                 self._emit(Removed(gone, self._index.key[gone]))
             if self._names is not None and (name := self._name_of[gone]) is not None:
                 self._name_of[gone] = None
-                leaving.append((gone, name))
+                if self._owner_of[gone] is not _NOBODY:
+                    leaving.append((gone, name))
             self._index.remove(gone)
         if leaving and keep and self._save is not None:
             self._save(leaving)

@@ -1,10 +1,10 @@
 """What a step costs on given hardware: a roofline, with a few coefficients that measured steps can be fitted with.
 
-    seconds = step + row · rows                                     host and launches
-            + max(products / peak·compute, weights / reads·bandwidth)   the layers, for all tokens of the step
-            + the same for the output head, for the rows that sample
-            + attention's products / peak·attention                 each new token with all before it
-            + KV read / reads·kv                                    once for each row
+seconds = step + row · rows                                     host and launches
+        + max(products / peak·compute, weights / reads·bandwidth)   the layers, for all tokens of the step
+        + the same for the output head, for the rows that sample
+        + attention's products / peak·attention                 each new token with all before it
+        + KV read / reads·kv                                    once for each row
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Coefficients:
     attention: float = 0.4
     kv: float = 0.75
     step_seconds: float = 0.0012
-    row_seconds: float = 5e-5
+    row_seconds: float = 4e-5
     copy: float = 0.75
     copy_seconds: float = 2e-5  # each call, however many blocks
 
@@ -37,7 +37,9 @@ class Coefficients:
             value = getattr(self, each.name)
             least = 0.0 if each.name.endswith("_seconds") else 1e-9
             if not isinstance(value, (int, float)) or not least <= value < float("inf"):
-                raise InvalidRequest("coefficients", f"{each.name} must be a number of at least {least:g}, got {value!r}")
+                raise InvalidRequest(
+                    "coefficients", f"{each.name} must be a number of at least {least:g}, got {value!r}"
+                )
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)
@@ -62,16 +64,14 @@ class Work(NamedTuple):
     @classmethod
     def of(cls, plan: StepPlan) -> Work:
         tokens = sampled = kv_tokens = pairs = 0
-        for row in plan.rows:
-            start, stop = row.start, row.stop
-            search = row.search
+        for _, _, start, stop, _, sampling, search in plan.rows:
             if search is not None and search.tails:  # the prefix is read once for all beams
                 width = stop - start
                 sampled += width
                 kv_tokens += search.num_shared + width * (search.depth + 1)
                 pairs += 2 * width * (search.num_shared + search.depth + 1)
             else:
-                sampled += row.sampling is not None or search is not None
+                sampled += sampling is not None or search is not None
                 kv_tokens += stop
                 pairs += stop * (stop + 1) - start * (start + 1)
             tokens += stop - start
@@ -80,7 +80,12 @@ class Work(NamedTuple):
 
 class StepCosts:
     def __init__(
-        self, shape: ModelShape, hardware: Hardware, coefficients: Coefficients | None = None, *, dtype: str | None = None
+        self,
+        shape: ModelShape,
+        hardware: Hardware,
+        coefficients: Coefficients | None = None,
+        *,
+        dtype: str | None = None,
     ) -> None:
         self.shape = shape
         self.hardware = hardware

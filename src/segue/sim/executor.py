@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from segue.base.clock import VirtualClock
@@ -13,8 +13,6 @@ from segue.engine.executor import StepPlan, StepResult
 from segue.kv import KVLayout
 from segue.kv.tiers import Codec
 from segue.sim.costs import StepCosts, Work
-
-Watch = Callable[[StepPlan, Work, float], None]
 
 
 class Nowhere:
@@ -37,7 +35,6 @@ class SimulatedExecutor:
     def __init__(self, costs: StepCosts, clock: VirtualClock, block_size: int) -> None:
         self.costs = costs
         self.answers: dict[int, Sequence[int]] = {}
-        self.watch: Watch | None = None
         self.num_computed = 0  # tokens
         self.busy_seconds = 0.0
         self._clock = clock
@@ -53,14 +50,13 @@ class SimulatedExecutor:
         self._clock.advance(seconds)
         self.num_computed += work.num_tokens
         self.busy_seconds += seconds
-        if self.watch is not None:
-            self.watch(plan, work, seconds)
-        tokens, answers = [], self.answers
-        for row in plan.rows:
-            if (sampling := row.sampling) is not None:
-                answer, at = answers.get(sampling.seed, ()), row.stop - sampling.num_prompt
+        tokens, found, answers = [], [], self.answers
+        for _, _, _, stop, _, sampling, search in plan.rows:
+            if sampling is not None:
+                answer, at = answers.get(sampling.seed, ()), stop - sampling.num_prompt
                 tokens.append(answer[at] if at < len(answer) else 0)
-        found = [_made_up(row.search) for row in plan.rows if row.search is not None]
+            elif search is not None:
+                found.append(_made_up(search))
         return StepResult(tokens, candidates=found)
 
     @property

@@ -190,9 +190,7 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: in
 KNOWN: dict[str, Mapping[str, Any]] = {  # as their config.json have it
     "llama-3.1-8b": _llama(32, 4096, 32, 8, 14336, 128256),
     "llama-3.1-70b": _llama(80, 8192, 64, 8, 28672, 128256),
-    "qwen3-1.7b": _llama(
-        28, 2048, 16, 8, 6144, 151936, model_type="qwen3", head_dim=128, tie_word_embeddings=True
-    ),
+    "qwen3-1.7b": _llama(28, 2048, 16, 8, 6144, 151936, model_type="qwen3", head_dim=128, tie_word_embeddings=True),
     "qwen3-8b": _llama(36, 4096, 32, 8, 12288, 151936, model_type="qwen3", head_dim=128),
     "smollm2-135m": _llama(30, 576, 9, 3, 1536, 49152, tie_word_embeddings=True),
 }
