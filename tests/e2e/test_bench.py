@@ -97,7 +97,7 @@ def test_an_engine_of_this_process_is_calibrated_and_simulated(tmp_path, capsys)
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_the_same_workload_on_a_server(ours, capsys):
-    with running("tiny", "--max-model-len", "2048") as server:
+    with running("tiny", "--max-model-len", "4096") as server:
         load = ["bench", "agents", *SHORT, "--jps", "10", "--seconds", "1", "--json", "--url", server.url]
         assert main([*load, *([] if ours else ["--other"])]) == 0
         record = json.loads(capsys.readouterr().out)
@@ -105,6 +105,8 @@ def test_the_same_workload_on_a_server(ours, capsys):
         assert record["failed_jobs"] == 0
         assert record["ttft_avg_s"] > 0
         assert record["recompute_ratio"] == 1.0  # what a turn left is found by the next
+        assert main(["bench", "stages", "--jps", "2", "--seconds", "1", "--json", "--url", server.url]) == 0
+        capsys.readouterr()
         assert main(["bench", "shared-prefix", "--jps", "3", "--seconds", "1", "--json", "--url", server.url]) == 2
         assert "no job of shared-prefix ended: /v1/completions answered 400" in capsys.readouterr().err
 

@@ -37,6 +37,8 @@ _NUMBERS = 0.45  # inches of its numbers alone
 _JPS = "jobs a second"
 _P90 = "thin dashed lines: 90th percentile"
 
+_LEAST_SPAN = 10.0  # of an axis of percents
+
 
 class Point(NamedTuple):
     jps: float
@@ -156,6 +158,9 @@ def _draw_gain(axes: Axes, points: Mapping[Series, Sequence[Gain]], looks: Looks
     for series in looks.ordered:
         if series in points:
             axes.plot(*zip(*points[series], strict=True), **looks.line(series))
+    low, high = axes.get_ylim()
+    if high - low < _LEAST_SPAN:  # else nothing at all would look like something
+        axes.set_ylim(min(low, -_LEAST_SPAN / 2), max(high, _LEAST_SPAN / 2))
     _tick(axes, points)
 
 

@@ -38,6 +38,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     agents.add_argument("--usual", type=float, metavar="P", help="chance of an answer that other jobs got too")
     verbs.add_parser("chat", help="people who read and type")
     verbs.add_parser("shared-prefix", help="single requests under one of a few long prompts")
+    verbs.add_parser("stages", help="think, then search: as two turns, without a task's items (two-stage has them)")
     replay = verbs.add_parser("replay", help="a recorded trace")
     replay.add_argument(
         "trace", type=Path, metavar="FILE", help="sessions, programs, Mooncake's or Azure's, gzipped or not"
@@ -45,7 +46,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     replay.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="of the gaps between turns")
     for name, verb in verbs.choices.items():
         _add_common(verb)
-        verb.set_defaults(kind=name)
+        verb.set_defaults(kind="two-stage" if name == "stages" else name)
     two = verbs.add_parser("two-stage", help=two_stage.__doc__)
     two_stage.add_arguments(two)
 
