@@ -5,18 +5,20 @@
            begins      others   has all of its tokens: at the step that was known when it began
 
 A turn is over when the counter has reached a number, so only the next end needs an event, however often the pace changes.
-While a prompt is computed, as far as that takes longer than the step it is part of, the counter stands still.
+A turn joins when the step that runs is over, if that has tokens left for its prompt. While prompts are computed, as far as that
+takes longer than the step they are part of, the counter stands still.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import count
-from math import inf
+from math import ceil, floor, inf
 from typing import Any
 
+from segue.sim.events import Agenda, Counts
 from segue.sim.jobs import FleetJob
 from segue.sim.linear import CoarseCosts
 from segue.sim.memory import CoarseMemory
@@ -25,36 +27,6 @@ from segue.sim.slow import Link
 BOTH, PREFILL, DECODE = "both", "prefill", "decode"
 _NEARLY = 1e-6  # of a step, which floats may be wrong by
 _BEHIND = 1 << 60  # in rank, all whose KV is there
-
-
-class Agenda:
-    """What is to happen, in order of time and then of when it was found out."""
-
-    __slots__ = ("_count", "heap")
-
-    def __init__(self) -> None:
-        self.heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
-        self._count = count()
-
-    def add(self, at: float, act: Callable[[float, Any], None], what: Any = None) -> None:
-        heapq.heappush(self.heap, (at, next(self._count), act, what))
-
-
-@dataclass(slots=True)
-class Counts:
-    """Of a whole fleet. Tokens of prompts: found where they are computed, loaded there from a remote store, and computed."""
-
-    num_prompt: int = 0
-    num_found: int = 0
-    num_loaded: int = 0
-    num_computed: int = 0
-    num_recomputed: int = (
-        0  # of those, the ones that had been before: by the job's last turn, or one that was cut short
-    )
-    num_moved: int = 0  # over the network, whatever for
-    num_failures: int = 0
-    num_resubmitted: int = 0
-    stored: int = 0  # of the trunk, in a store that outlives engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +69,11 @@ class CoarseEngine:
         self._loading: dict[FleetJob, int] = {}  # with blocks, into which KV comes; the load's number
         self._running: list[tuple[float, int, FleetJob]] = []  # a heap: the step at which each is over
         self._firsts: list[tuple[float, int, FleetJob]] = []  # the step at which each has its first token
-        self._steps = self._stall = self._step_seconds = 0.0
-        self._slack = self._gathers_until = 0.0  # what is left of the next step's, and when that begins
+        self._steps = self._step_seconds = 0.0
+        self._stall = 0.0  # seconds until the counter goes on
+        self._joins = 0.0  # the step that turns which came last are in first
+        self._prompts = self._slack = 0.0  # what that one takes longer for their prompts, and has time for besides
+        self._budget = limits.max_step_tokens  # tokens that it can still compute; below 0, later ones cannot
         self._rows = self._context = 0
         self._due = inf  # the next event's time
         self._link_free_at = 0.0
@@ -110,12 +85,15 @@ class CoarseEngine:
     def submit(self, job: FleetJob, now: float) -> None:
         """First come, first served. With leases, whose KV is here goes before the others, and older jobs before newer ones."""
         self.load += 1
+        self._advance(now)
         rank = 0
         if self.memory.lease_seconds:
             rank = job.number if self.memory.expect(job.number) else job.number + _BEHIND
-        heapq.heappush(self._waiting, (rank, next(self._order), job))
-        self._advance(now)
-        self._admit(now)
+        if self._waiting:
+            heappush(self._waiting, (rank, next(self._order), job))
+            self._admit(now)
+        elif not self._seat(job, now):
+            self._waiting.append((rank, next(self._order), job))
         self._schedule(now)
 
     def fail(self, now: float) -> list[FleetJob]:
@@ -130,7 +108,8 @@ class CoarseEngine:
         self.memory.clear()
         self.alive = False
         self.load = self._rows = self._context = 0
-        self._stall, self._due, self._link_free_at = 0.0, inf, 0.0
+        self._stall = self._prompts = self._link_free_at = 0.0
+        self._due = inf
         return lost
 
     # Time
@@ -141,23 +120,38 @@ class CoarseEngine:
             return
         self.busy_seconds += passed
         self.row_seconds += passed * self._rows
-        if self._stall:
-            passed -= self._stall
-            if passed <= 0:
-                self._stall = -passed
-                return
-            self._stall = 0.0
-        steps = self._steps = self._steps + passed / self._step_seconds
-        firsts = self._firsts
+        passed -= self._stall
+        if self._prompts and (ahead := (self._joins - self._steps) * self._step_seconds) < passed:
+            self._steps = self._joins
+            passed -= ahead
+            self._note_first_tokens(now - passed)
+            passed -= self._prompts
+            self._prompts = 0.0
+        if passed < 0:
+            self._stall = -passed
+            return
+        self._stall = 0.0
+        self._steps += passed / self._step_seconds
+        if self._firsts:
+            self._note_first_tokens(now)
+
+    def _note_first_tokens(self, now: float) -> None:
+        firsts, steps = self._firsts, self._steps
         while firsts and firsts[0][0] <= steps + _NEARLY:
-            at, _, job = heapq.heappop(firsts)
+            at, _, job = heappop(firsts)
             job.first_at = now - (steps - at) * self._step_seconds
 
     def _schedule(self, now: float) -> None:
         """An event that comes too early is not taken back: it finds nothing to do, and looks again."""
         if not self._running:
             return
-        at = now + max(self._stall + (self._running[0][0] - self._steps) * self._step_seconds, 0.0)
+        step = self._running[0][0]
+        if self._waiting and self._budget <= 0 and self._steps + _NEARLY < self._joins < step:
+            step = self._joins  # then the next step has room for prompts again
+        left = self._stall + (step - self._steps) * self._step_seconds
+        if step > self._joins:
+            left += self._prompts
+        at = now + left if left > 0 else now
         if at < self._due:
             self._due = at
             self._agenda.add(at, self._wake)
@@ -170,25 +164,49 @@ class CoarseEngine:
         running, over = self._running, self._steps + _NEARLY
         if running[0][0] <= over:
             while running and running[0][0] <= over:
-                self._end(heapq.heappop(running)[2], now)
+                self._end(heappop(running)[2], now)
             self._step_seconds = self._costs.steps[self._rows] + self._context * self._costs.context_token
-            if self._waiting:
-                self._admit(now)
+        if self._waiting:
+            self._admit(now)
         self._schedule(now)
+
+    def _look_ahead(self) -> None:
+        """To the step that a turn which comes now is in first: the next one, or if nothing runs this one."""
+        most = self._limits.max_step_tokens
+        if self._rows:
+            joins = floor(self._steps + _NEARLY) + 1.0
+            if joins == self._joins:
+                return
+            left = min(min(self._budget, 0) + int(joins - self._joins) * most, most)
+        else:
+            joins = self._steps = float(ceil(self._steps - _NEARLY))
+            left = most
+        self._joins = joins
+        self._budget = left - self._rows
+        self._slack = self._costs.slack[self._rows]
+        self._stall += self._prompts
+        self._prompts = 0.0
 
     # Turns
 
     def _admit(self, now: float) -> None:
         """In order, and nobody past one that does not fit."""
-        while self._waiting:
-            job, num_others = self._waiting[0][2], self._rows + len(self._loading)
-            if num_others >= self._limits.max_running:
-                return
-            found = self.memory.seat(job, now, num_others)
-            if found is None:
-                return
-            heapq.heappop(self._waiting)
-            self._begin(job, found, now)
+        while self._waiting and self._seat(self._waiting[0][2], now):
+            heappop(self._waiting)
+
+    def _seat(self, job: FleetJob, now: float) -> bool:
+        num_others = self._rows + len(self._loading)
+        if num_others >= self._limits.max_running:
+            return False
+        if self._budget <= 0:
+            self._look_ahead()
+            if self._budget <= 0:
+                return False
+        found = self.memory.seat(job, now, num_others)
+        if found is None:
+            return False
+        self._begin(job, found, now)
+        return True
 
     def _begin(self, job: FleetJob, found: int, now: float) -> None:
         counts, prompt = self._counts, job.prompt
@@ -210,7 +228,7 @@ class CoarseEngine:
         if loaded:
             self._load(job, found, loaded, now)
         else:
-            self._start(job, found, now)
+            self._start(job, found)
 
     def _load(self, job: FleetJob, found: int, loaded: int, now: float) -> None:
         """One thing at a time comes over an engine's own link."""
@@ -226,39 +244,40 @@ class CoarseEngine:
             return  # the engine has failed since
         del self._loading[job]
         self._advance(now)
-        self._start(job, there, now)
+        self._start(job, there)
         self._schedule(now)
 
-    def _start(self, job: FleetJob, there: int, now: float) -> None:
-        """With KV for `there` of its tokens."""
-        costs, prompt = self._costs, job.prompt
+    def _start(self, job: FleetJob, there: int) -> None:
+        """With KV for `there` of its tokens. It joins when the step that runs is over."""
+        self._look_ahead()
+        costs, joins, prompt = self._costs, self._joins, job.prompt
+        first = joins + (self.role is not DECODE)  # the step with which it has its first token
         missing = prompt - there
-        wait = 0.5 if self._rows else 0.0  # steps: the one that runs has half of it to go, in the mean
         if missing > 0:
-            self._stall += self._beyond(missing * costs.prompt_token, now)
-            self._stall += (prompt * (prompt + 1) - there * (there + 1)) * 0.5 * costs.pair
-            wait += missing // self._limits.max_step_tokens
+            self._prompts += self._beyond(missing * costs.prompt_token)
+            self._prompts += (prompt * (prompt + 1) - there * (there + 1)) * 0.5 * costs.pair
+            self._budget -= missing
+            if self._budget < 0:
+                first += -(self._budget // self._limits.max_step_tokens)
         self._rows += 1
         job.weight = prompt + job.output // 2
         self._context += job.weight
         before, self._step_seconds = self._step_seconds, costs.steps[self._rows] + self._context * costs.context_token
-        if self._rows > 1:  # the step that runs is without it
-            self._stall -= 0.5 * (self._step_seconds - before)
-        steps = 1 if self.role is PREFILL else job.output - (self.role is DECODE)
+        self._stall -= (joins - self._steps) * (self._step_seconds - before)  # what is left of this step is without it
         number = next(self._order)
-        heapq.heappush(self._running, (self._steps + wait + steps, number, job))
         if self.role is not DECODE:
-            heapq.heappush(self._firsts, (self._steps + wait + 1, number, job))
+            heappush(self._firsts, (first, number, job))
+        heappush(self._running, (first if self.role is PREFILL else first + job.output - 1, number, job))
 
-    def _beyond(self, seconds: float, now: float) -> float:
+    def _beyond(self, seconds: float) -> float:
         """What products take beyond the time in which a step reads its weights anyway. Turns that come while a step runs are in
         the next one together, and its slack is there once."""
-        if now >= self._gathers_until:
-            self._slack = self._costs.slack[self._rows]
-            self._gathers_until = now + self._stall + 0.5 * self._step_seconds if self._rows else now
-        beyond = seconds - self._slack
-        self._slack = max(-beyond, 0.0)
-        return max(beyond, 0.0)
+        if seconds <= self._slack:
+            self._slack -= seconds
+            return 0.0
+        seconds -= self._slack
+        self._slack = 0.0
+        return seconds
 
     def _end(self, job: FleetJob, now: float) -> None:
         self.load -= 1

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from segue.base.errors import InvalidRequest
-from segue.sim.coarse import BOTH, DECODE, PREFILL, Agenda, CoarseEngine, Counts, EngineLimits
+from segue.sim.coarse import BOTH, DECODE, PREFILL, CoarseEngine, EngineLimits
 from segue.sim.costs import StepCosts
+from segue.sim.events import Agenda, Counts
 from segue.sim.jobs import FleetJob, JobShape
 from segue.sim.linear import CoarseCosts
 from segue.sim.memory import CoarseMemory
@@ -52,6 +53,8 @@ class FleetConfig:
         for name in ("engines", "blocks", "block_size", "max_running", "max_step_tokens", "choices"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(name, f"must be at least 1, got {getattr(self, name)}")
+        if self.max_running > self.max_step_tokens:
+            raise InvalidRequest("max_running", f"{self.max_running} is over max_step_tokens={self.max_step_tokens}")
         for name in ("mtbf", "repair", "lease_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -191,24 +194,25 @@ class Fleet:
     def _send(self, job: FleetJob, now: float) -> None:
         """To where its prompt is computed."""
         if self._prefilling is None:
-            self._decode(job, now)
-            return
-        job.source = engine = self._prefilling.choose(job.source)
-        if engine is None:
-            self._homeless.append(job)
+            job.home = engine = self._decoding.choose(job.home)
         else:
+            job.source = engine = self._prefilling.choose(job.source)
+        if engine is not None:
             engine.submit(job, now)
+        else:
+            self._homeless.append(job)
 
-    def _decode(self, job: FleetJob, now: float) -> None:
+    def _hand_over(self, job: FleetJob, now: float) -> None:
+        """To where its answer is decoded."""
         job.home = engine = self._decoding.choose(job.home)
-        if engine is None:
-            self._homeless.append(job)
-        else:
+        if engine is not None:
             engine.submit(job, now)
+        else:
+            self._homeless.append(job)
 
     def _end_turn(self, engine: CoarseEngine, job: FleetJob, now: float) -> None:
         if engine.role is PREFILL:
-            self._decode(job, now)
+            self._hand_over(job, now)
             return
         half = self.config.turn_seconds / 2
         self._seen.first_tokens.append(job.first_at + half - job.asked_at)

@@ -58,18 +58,19 @@ def played(gpu, blocks, jps, usual, seconds):
 @pytest.mark.parametrize(
     ("gpu", "blocks", "jps", "usual", "tolerance"),
     [
-        ("h100", 24_000, 1, 0.925, 0.02),
-        ("h100", 24_000, 10, 0.925, 0.05),
-        ("h100", 24_000, 10, 0.0, 0.1),
-        ("rtx5090", 5_402, 2, 0.0, 0.1),
-        ("rtx5090", 5_402, 5, 0.925, 0.1),
-        ("rtx5090", 5_402, 8, 0.925, 0.15),  # five times as many turns at once as the line before
+        ("h100", 24_000, 1, 0.925, 0.01),
+        ("h100", 24_000, 10, 0.925, 0.03),
+        ("h100", 24_000, 10, 0.0, 0.03),
+        ("rtx5090", 5_402, 2, 0.0, 0.03),
+        ("rtx5090", 5_402, 5, 0.925, 0.03),
+        ("rtx5090", 5_402, 8, 0.925, 0.05),  # near saturation
+        ("rtx5090", 5_402, 5, 0.0, 0.1),  # far beyond it: KV goes before its job is back
     ],
 )
 def test_one_engine_agrees_with_the_one_whose_steps_are_planned(gpu, blocks, jps, usual, tolerance):
     (seconds, found), (true_seconds, true_found) = played(gpu, blocks, jps, usual, 30)
     assert seconds == pytest.approx(true_seconds, rel=tolerance)
-    assert found == pytest.approx(true_found, abs=0.02)
+    assert found == pytest.approx(true_found, abs=0.01)
 
 
 def test_a_job_alone_takes_what_its_steps_cost():
@@ -166,7 +167,7 @@ def test_who_goes_back_to_his_kv_finds_no_less_of_it(usual, jps_each, split):
 
 def test_leases_keep_what_a_cache_loses_when_memory_is_short():
     prefix, lease = (simulate(1200, 60.0, 0.0, engines=4, blocks=16_000, router=name) for name in ("prefix", "lease"))
-    assert lease.found_share > 1.3 * prefix.found_share
+    assert lease.found_share > 1.2 * prefix.found_share
     assert lease.job_seconds["mean"] < prefix.job_seconds["mean"]
 
 
