@@ -239,7 +239,7 @@ def _loads(desk: TierDesk) -> tuple[Callable[[], None], Callable[[], None]]:
     nobody: Any = object()
 
     def begin() -> None:
-        desk._loads[nobody] = Load(nobody, cast(Any, table), names * 20, 0, 20 * len(names), 0)
+        desk._loads[nobody] = Load(nobody, cast(Any, table), names * 20, 0, 20 * len(names), 0, time.monotonic())
 
     return begin, lambda: desk.cancel(nobody)
 

@@ -1,8 +1,7 @@
 """Segue's own: one price, in seconds of job time, for keeping KV, for losing it, and for waiting.
 
 **Keep.** While a tool runs, its job's KV is worth the time to compute it again, if the job comes back. Keeping it costs that
-part of the device which lies idle with the memory: half again its share of the pool, as far as turns wait for memory, for
-E[min(gap, τ)].
+part of the device which lies idle with the memory: its share of the pool, as far as turns wait for memory, for E[min(gap, τ)].
 The distribution of the gap is learned (`durations.py`); τ is where the difference is largest. It is looked at again while the
 gap lasts, with the distribution of what is left of it.
 
@@ -14,9 +13,10 @@ would have to compute again. When nothing runs, the first in the queue takes wha
 **Fetch.** With a slow tier, what the device has lost by then comes to the host's memory shortly before a tenth of such calls
 have ended.
 
-**Order.** Turns that were preempted go first, then those of the job that came first: jobs that have begun finish and give their
-memory back before others begin. Every sixteenth admission is for the turn that waits longest, whatever it is, so nobody waits
-for more than sixteen times as many admissions as under first come, first served.
+**Order.** Turns whose KV is in place, or that were preempted, go first, and of these and of the others those of the jobs that
+have come furthest: they finish and give their memory back. A new job goes before one that came later. Every sixteenth
+admission is for the turn that waits longest, whatever it is, so nobody waits for more than sixteen times as many admissions
+as under first come, first served.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import Any
 from segue.policies.durations import LONGEST, Call, Durations, Keep, Rest
 from segue.policies.policy import Disposition, JobEvent, PinView, Policy, Pressure, Returned, TurnEnd, TurnView
 
-_PRICE = 1.5  # of a second of all memory, in seconds of the device: who waits for it holds up those behind
 _LEAST_COST = 0.02  # of a second of keeping, when memory is plentiful: what is never asked for again ends some day
 _LEAST_VALUE = 1e-9
 _LEAST_BID = 1e-12
@@ -50,7 +49,8 @@ class Adaptive(Policy):
     # Who runs
 
     def order(self, turn: TurnView, now: float) -> tuple[Any, ...]:
-        return (turn.priority, turn.num_preemptions == 0, turn.job_arrived_at, turn.arrived_at, turn.id)
+        begun = turn.is_pinned or turn.num_preemptions > 0
+        return (turn.priority, not begun, -turn.num_turns, turn.job_arrived_at, turn.arrived_at, turn.id)
 
     def victim(self, turn: TurnView, now: float) -> tuple[Any, ...]:
         return (turn.priority, not turn.is_last_step, -turn.num_turns, turn.job_arrived_at, turn.arrived_at, turn.id)
@@ -70,7 +70,7 @@ class Adaptive(Policy):
     def _disposition(self, end: TurnEnd, num_blocks: int, pressure: Pressure, elapsed: float) -> Disposition:
         tokens = min(end.turn.num_computed, num_blocks * pressure.block_size)
         benefit = tokens * pressure.seconds_per_token
-        share = _PRICE * num_blocks / max(pressure.num_blocks, 1)
+        share = num_blocks / max(pressure.num_blocks, 1)
         gap = self.durations.of(_known(end.call, end.turn.job_id)).after(elapsed)
         cost = max(scarcity(pressure) * share, _LEAST_COST * benefit / LONGEST)
         keep = gap.best_keep(benefit, cost)

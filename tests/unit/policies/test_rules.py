@@ -73,8 +73,7 @@ def test_jobs_that_came_first_go_first_and_yield_last():
         old, new = replace(TURN, id=2, num_turns=5), replace(TURN, id=3, job_arrived_at=9.0, num_turns=1)
         assert policy.order(old, 20.0) < policy.order(new, 20.0)
         assert policy.victim(old, 20.0) < policy.victim(new, 20.0)
-        first = replace(new, is_pinned=True) if isinstance(policy, Continuum) else replace(new, num_preemptions=1)
-        assert policy.order(first, 20.0) < policy.order(old, 20.0)
+        assert policy.order(replace(new, is_pinned=True), 20.0) < policy.order(old, 20.0)
         assert policy.victim(replace(new, is_last_step=True), 20.0) < policy.victim(old, 20.0)
 
 
