@@ -16,7 +16,8 @@ _OWN = 1 << 32  # texts above are of one job alone
 class AgentJob:
     """The eight-turn job of the Continuum experiments: published are its prompts' lengths, its tools and their seconds; how long
     its answers are was worked out from latencies (docs/simulator.md). Its messages and tool outputs are the same for all jobs;
-    an answer is the usual one with a chance of `usual`, and from the first that is not, a job's context is its own."""
+    an answer is the usual one with a chance of `usual`, and from the first that is not, all that a job hears and says is its
+    own: on a real engine too, whose model says what it likes."""
 
     prompt_tokens: tuple[int, ...] = (92, 469, 811, 1343, 1655, 2241, 2665, 2915)
     output_tokens: tuple[int, ...] = (22, 12, 9, 16, 13, 10, 63, 21)
@@ -60,11 +61,13 @@ class AgentJob:
         turns, said, is_usual = [], 0, True
         last = len(self.prompt_tokens) - 1
         for index, (prompt, output) in enumerate(zip(self.prompt_tokens, self.output_tokens, strict=True)):
+            own = _OWN + 2 * (number * (last + 1) + index)
+            heard = Run(1 + index if is_usual else own, 0, prompt - said)
             is_usual = randomly.random() < self.usual and is_usual
-            answer = Run(1000 + index if is_usual else _OWN + number * 100 + index, 0, output)
+            answer = Run(1000 + index if is_usual else own + 1, 0, output)
             gap = randomly.uniform(*self.gaps[index]) * self.gap_scale if index < last else 0.0
             use = ("bash", self.commands[index]) if index < last else ("", "")
-            turns.append(Turn((Run(1 + index, 0, prompt - said),), output, gap, *use, answer=answer))
+            turns.append(Turn((heard,), output, gap, *use, answer=answer))
             said = prompt + output
         return Job(f"job-{number:05d}", tuple(turns), at)
 
