@@ -141,7 +141,7 @@ def measured(workers: int) -> None:
 
 
 def speed(workers: int) -> None:
-    for title, load in (("chat", Load("chat", 20.0, 190.0)), ("agents", Load("agents", 10.0, 60.0))):
+    for title, load in (("chat", Load("chat", 20.0, 60.0)), ("agents", Load("agents", 10.0, 60.0))):
         began = time.perf_counter()
         played = simulate(Cell(load, Machine("h100"), "adaptive"))[1]
         taken = time.perf_counter() - began

@@ -71,19 +71,27 @@ class Answers:
         self.num_generated += len(produced)
         deltas = []
         for sequence, token, logprobs in produced:
-            active = self._active[sequence.turn.id]
-            if active.result.first_token_at is None:
-                active.result.first_token_at = now
-                active.result.set_prompt(active.turn.prompt, active.turn.num_prompt)  # an heir's is known only by now
-            piece = _next_piece(active.texts[sequence.index], token, sequence, finish)
-            chosen = (logprobs,) if logprobs is not None else ()
-            reason = sequence.finish_reason if sequence.search is None else None
-            reuse = sequence.reuse if reason is not None else None
-            delta = Delta(
-                sequence.turn.id, sequence.index, (token,), piece, chosen, reason, state=sequence.state, reuse=reuse
-            )
+            request_id, index = sequence.turn.id, sequence.index
+            active = self._active[request_id]
+            result = active.result
+            if result.first_token_at is None:
+                result.first_token_at = now
+                result.set_prompt(active.turn.prompt, active.turn.num_prompt)  # an heir's is known only by now
+            text = active.texts[index]
+            piece = _next_piece(text, token, sequence, finish) if text is not None else ""
+            if sequence.finish_reason is None and logprobs is None:  # nearly always, and once for every token
+                delta = Delta(request_id, index, (token,), piece)
+                completion = result.completions[index]
+                completion.token_ids.append(token)
+                if piece:
+                    completion.text += piece
+            else:
+                chosen = (logprobs,) if logprobs is not None else ()
+                reason = sequence.finish_reason if sequence.search is None else None
+                reuse = sequence.reuse if reason is not None else None
+                delta = Delta(request_id, index, (token,), piece, chosen, reason, state=sequence.state, reuse=reuse)
+                self._record(active, delta)
             deltas.append(delta)
-            self._record(active, delta)
         return deltas
 
     def conclude(self, ended: list[Sequence]) -> list[Delta]:
@@ -164,10 +172,8 @@ class Answers:
         return AnswerText(self._tokenizer.answer_stream(), params.stop, params.include_stop, params.min_tokens)
 
 
-def _next_piece(text: AnswerText | None, token: int, sequence: Sequence, finish: Finish) -> str:
+def _next_piece(text: AnswerText, token: int, sequence: Sequence, finish: Finish) -> str:
     """A token that ends the answer by being itself (eos, stop token) is not part of its text."""
-    if text is None:
-        return ""
     hidden = _reason(sequence) is FinishReason.STOP and not sequence.sampling.params.include_stop
     piece = "" if hidden else text.push(token)
     if text.stopped and sequence.turn.search is not None:

@@ -62,10 +62,10 @@ class StepResult:
 
 def check_result(plan: StepPlan, result: StepResult) -> None:
     """Refuse an answer that does not fit its plan, before any of it is taken over."""
-    wanted = sum(row.sampling is not None for row in plan.rows)
+    wanted = len([row for row in plan.rows if row.sampling is not None])
     if len(result.tokens) != wanted:
         raise ValueError(f"{wanted} rows sample, and the executor gave {len(result.tokens)} tokens")
-    searching = sum(row.search is not None for row in plan.rows)
+    searching = len([row for row in plan.rows if row.search is not None])
     if len(result.candidates) != searching:
         raise ValueError(f"{searching} rows search, and the executor gave candidates for {len(result.candidates)}")
 

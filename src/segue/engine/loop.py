@@ -146,6 +146,9 @@ class EngineLoop:
         return deltas
 
     def _deliver(self, deltas: list[Delta]) -> None:
+        if not self._mail:
+            self._arrived += deltas
+            return
         for delta in deltas:
             mailbox = self._mail.get(delta.request_id)
             (self._arrived if mailbox is None else mailbox.deltas).append(delta)

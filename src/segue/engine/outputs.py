@@ -13,7 +13,7 @@ from segue.engine.sequence import Reuse
 from segue.state import State
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Delta:
     """What one step added to one answer. The last one of an answer has a `finish_reason`."""
 

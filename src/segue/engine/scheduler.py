@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from segue.base.clock import Clock
 from segue.base.config import EngineConfig
@@ -23,13 +23,7 @@ from segue.kv import BlockTable, Copy, KVManager, Lease, Match, Reservation
 from segue.policies import Policy
 from segue.state import State, StateLedger
 
-
-class Produced(NamedTuple):
-    """A token that a step gave a sequence."""
-
-    sequence: Sequence
-    token: int
-    logprobs: TokenLogprobs | None
+Produced = tuple[Sequence, int, TokenLogprobs | None]  # a token that a step gave a sequence
 
 
 @dataclass(slots=True)
@@ -132,12 +126,13 @@ class Scheduler:
         return min(upcoming, default=None)
 
     def _plan_running(self, rows: dict[int, Row], copies: dict[int, Copy]) -> int:
-        """Every running sequence gets at least one token, so a long prompt never stalls the others. Returns what is
-        left of the budget."""
-        running = self._running
+        """Every running sequence gets at least one token, so a long prompt never stalls the others, and the last one that runs
+        takes whatever memory it needs. Returns what is left of the budget."""
+        running, extend, now, bid = self._running, self.kv.extend, self._now, self._policy.growth_bid
         budget = self.config.max_step_tokens
         behind = len(running)
-        beams_behind = sum(_num_beams(sequence.search) for sequence in running.values() if sequence.search is not None)
+        searches = [sequence.search for sequence in running.values() if sequence.search is not None]
+        beams_behind = sum(map(_num_beams, searches))
         for sequence in list(running.values()):
             behind -= 1
             num_beams = _num_beams(sequence.search) if sequence.search is not None else 0
@@ -152,22 +147,19 @@ class Scheduler:
                 stop = start + num_beams
             else:
                 start = sequence.num_computed
-                stop = min(len(sequence.tokens), start + max(budget - behind - beams_behind, 1))
-            reservation = self._grow(table, start, stop)
-            while reservation is None and self._preempt_for(sequence, rows, copies):
-                reservation = self._grow(table, start, stop)
+                stop = len(sequence.tokens)
+                if stop - start > 1:
+                    stop = min(stop, start + max(budget - behind - beams_behind, 1))
+            while (reservation := extend(table, start, stop, now, bid if len(running) > 1 else inf)) is None:
+                if not self._preempt_for(sequence, rows, copies):
+                    break
             if reservation is None:
                 continue
             rows[sequence.id] = _row(sequence, table, stop)
-            if reservation.copy:
+            if reservation.copy is not None:
                 copies[sequence.id] = reservation.copy
             budget -= stop - start
         return budget
-
-    def _grow(self, table: BlockTable, start: int, stop: int) -> Reservation | None:
-        """The last one that runs takes whatever it needs."""
-        below = self._policy.growth_bid if len(self._running) > 1 else inf
-        return self.kv.extend(table, start, stop, self._now, below)
 
     def _preempt_for(self, sequence: Sequence, rows: dict[int, Row], copies: dict[int, Copy]) -> bool:
         """Preempt the policy's victim; before that, those that have not begun. False when that was `sequence` itself."""
@@ -365,7 +357,7 @@ class Scheduler:
             self.kv.settle(copy)
         produced: list[Produced] = []
         running, commit, size = self._running, self.kv.commit, self.kv.block_size
-        logprobs, sampled = result.logprobs, 0
+        new_tokens, logprobs, sampled = result.tokens, result.logprobs, 0
         candidates = iter(result.candidates)
         for sequence_id, tokens, _, stop, _, sampling, step in plan.rows:
             sequence = running[sequence_id]
@@ -380,9 +372,9 @@ class Scheduler:
                 self._expand(sequence, step, next(candidates))
             if sampling is None:
                 continue
-            token = result.tokens[sampled]
+            token = new_tokens[sampled]
             tokens.append(token)
-            produced.append(Produced(sequence, token, logprobs.get(sampled) if logprobs else None))
+            produced.append((sequence, token, logprobs.get(sampled) if logprobs else None))
             sampled += 1
             length = len(tokens)
             if length == sequence.num_prompt + 1 and sequence.index == 0:

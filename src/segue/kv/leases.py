@@ -84,6 +84,7 @@ class Leases:
         self._emit = emit
         self._leases: dict[int, Lease] = {}
         self._orders: dict[str, list[tuple[bool, float, int]]] = {}  # by tenant: its leases' worths
+        self._transient: set[int] = set()  # ids of those that are
         self._expiries: list[tuple[float, int]] = []  # a heap; may name leases that were renewed or have ended
         self._outstanding: dict[int, Lease] = {}  # ended, with blocks still lent
         self._refused: dict[str, tuple[int, float, int]] = {}  # what a tenant could not have, for how much, and when
@@ -139,6 +140,8 @@ class Leases:
             transient=transient,
         )
         self._leases[lease.id] = lease
+        if transient:
+            self._transient.add(lease.id)
         self._charge(lease, len(blocks))
         insort(self._orders.setdefault(scope.tenant, []), lease.worth)
         self._note_expiry(lease)
@@ -155,6 +158,7 @@ class Leases:
                 lease.expires_at, lease.value = expires_at, value
             if lease.transient:
                 lease.transient = False
+                self._transient.discard(lease.id)
                 self._charge(lease, len(lease.blocks))
             self._emit(Renewed(lease.id, expires_at, value))
             self._enforce_quota(lease.scope.tenant)
@@ -237,6 +241,9 @@ class Leases:
         wanted = num_free - self._pool.num_free
         if not self._leases or self._is_refused(tenant, wanted, below):
             return wanted <= 0
+        if wanted > 0 and not self._has_cheaper(below):
+            self._refused[tenant] = (wanted, below, self._pool.num_releases)
+            return False
         victims = self._unshared_tails(tenant, wanted, below)
         if victims is not None:
             self._shrink(victims, num_free)
@@ -270,6 +277,13 @@ class Leases:
             if value < below or below == inf:
                 yield wanted, -held, value, lease_id, max(safe - rest, lease.num_lent)
             held = rest
+
+    def _has_cheaper(self, below: float) -> bool:
+        """Whether there can be any lease that is to be had for that; found without looking at all of them."""
+        if below == inf or self._transient:
+            return True
+        cheapest = ((order, at) for order in self._orders.values() for at in (0, bisect_left(order, (True, -inf, 0))))
+        return any(at < len(order) and order[at][1] < below for order, at in cheapest)
 
     def _is_refused(self, tenant: str, wanted: int, below: float) -> bool:
         """As much could not be had before, for no less, and since then nothing was let go that would change it."""
@@ -369,6 +383,8 @@ class Leases:
         worths: dict[str, list[tuple[bool, float, int]]] = {}
         for lease in self:
             worths.setdefault(lease.scope.tenant, []).append(lease.worth)
+        if self._transient != {lease.id for lease in self if lease.transient}:
+            return False
         return self._orders == {tenant: sorted(found) for tenant, found in worths.items()}
 
     @contextmanager
@@ -399,6 +415,7 @@ class Leases:
     def _forget(self, lease: Lease) -> None:
         """Out of the ledger, with nothing held."""
         del self._leases[lease.id]
+        self._transient.discard(lease.id)
         order = self._orders[lease.scope.tenant]
         del order[bisect_left(order, lease.worth)]
         if not order:

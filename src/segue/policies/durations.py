@@ -190,17 +190,19 @@ class Durations:
 
     def of(self, call: Call | None) -> Distribution:
         """Of a call, or, with None, of one that nothing is known about."""
-        chances, means = [0.0] * len(EDGES), [0.0] * len(EDGES)
-        weight = 1.0
+        levels, weight = [], 1.0
         for level in self._levels(call):
-            share = weight / (level.total + PRIOR)
-            for at, count in level.counts.items():
-                chances[at] += share * count
-                means[at] += share * level.seconds[at]
+            levels.append((weight / (level.total + PRIOR), level))
             weight *= PRIOR / (level.total + PRIOR)
         if weight > _FEW:
-            chances = [chance + weight * cold for chance, cold in zip(chances, COLD.chances, strict=True)]
-            means = [mean + weight * cold for mean, cold in zip(means, COLD.means, strict=True)]
+            chances, means = [weight * cold for cold in COLD.chances], [weight * cold for cold in COLD.means]
+        else:
+            chances, means = [0.0] * len(EDGES), [0.0] * len(EDGES)
+        for share, level in levels:
+            seconds = level.seconds
+            for at, count in level.counts.items():
+                chances[at] += share * count
+                means[at] += share * seconds[at]
         return Distribution(chances, means)
 
     def _levels(self, call: Call | None) -> Iterable[Histogram]:

@@ -73,7 +73,7 @@ class Work(NamedTuple):
             else:
                 sampled += sampling is not None or search is not None
                 kv_tokens += stop
-                pairs += stop * (stop + 1) - start * (start + 1)
+                pairs += (stop - start) * (stop + start + 1)
             tokens += stop - start
         return cls(tokens, len(plan.rows), sampled, pairs / 2, kv_tokens)
 

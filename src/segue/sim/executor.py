@@ -53,8 +53,8 @@ class SimulatedExecutor:
         tokens, found, answers = [], [], self.answers
         for _, _, _, stop, _, sampling, search in plan.rows:
             if sampling is not None:
-                answer, at = answers.get(sampling.seed, ()), stop - sampling.num_prompt
-                tokens.append(answer[at] if at < len(answer) else 0)
+                answer, at = answers.get(sampling.seed), stop - sampling.num_prompt
+                tokens.append(answer[at] if answer is not None and at < len(answer) else 0)
             elif search is not None:
                 found.append(_made_up(search))
         return StepResult(tokens, candidates=found)
