@@ -49,6 +49,7 @@ class Batch:
     sample_rows: Tensor  # [samples] int64: which rows to sample from
     spans: Sequence[Span]
     groups: Sequence[Beams] = ()  # of those sequences that are beams
+    attention: object = None  # what a backend that is given its own kind of batch needs besides
 
 
 class BatchBuilder:

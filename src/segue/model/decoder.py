@@ -38,9 +38,13 @@ class Decoder:
     def logits(self, x: Tensor, first: int = 0, last: int | None = None) -> Tensor:
         """fp32 [rows, vocab], or of the tokens `first … last-1` alone; valid until the next call."""
         if last is None or last - first == self.spec.vocab_size:
-            return self._backend.linear(x, self._head, None, into="logits").float()
+            return self.raw_logits(x).float()
         part, skipped = self._backend.part(self._head, first, last)
         return self._backend.linear(x, part, None, into="some logits").float()[:, skipped : skipped + last - first]
+
+    def raw_logits(self, x: Tensor) -> Tensor:
+        """As the backend computes them; valid until the next call."""
+        return self._backend.linear(x, self._head, None, into="logits")
 
 
 def _layer(weights: Mapping[str, Tensor], prefix: str, window: int | None, backend: Backend) -> Layer:

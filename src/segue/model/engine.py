@@ -154,7 +154,15 @@ class Engine(EngineCore):
 
 
 def _runner(decoder: Decoder, backend: Backend, config: EngineConfig, budget: KVBudget) -> ModelRunner:
+    from segue.model.torch_backend import TorchBackend
+
     try:
+        if backend.device.type == "cuda" and not isinstance(backend, TorchBackend):
+            from segue.model.cuda.backend import CudaBackend
+            from segue.model.cuda.runner import CudaRunner
+
+            assert isinstance(backend, CudaBackend)
+            return CudaRunner(decoder, backend, config)
         return ModelRunner(decoder, backend, config)
     except (RuntimeError, MemoryError) as error:  # torch's own out-of-memory errors are RuntimeErrors
         raise RequestTooLong("kv_memory", f"{budget} cannot be had: {error}") from error
@@ -225,5 +233,15 @@ def _backend(
             return backend, f"native CPU kernels, {threads} threads, {storage} weights"
     if options.quantize:
         raise UnsupportedModel(f"quantize={options.quantize} needs the native CPU kernels; this is {device}, {reason}")
-    note = f"torch on {device}, {dtype}" + (f" ({reason})" if device.type == "cpu" else "")
+    if device.type == "cuda" and options.native:
+        from segue.model.cuda import why_not
+
+        if (missing := why_not(loaded.spec)) is None:
+            from segue.model.cuda.backend import CudaBackend
+
+            return CudaBackend(
+                loaded.spec, _TORCH_DTYPES[dtype], device, max_len
+            ), f"Triton kernels on {device}, {dtype}"
+        reason = missing
+    note = f"torch on {device}, {dtype}" + (f" ({reason})" if reason != "as asked" else "")
     return TorchBackend(loaded.spec, _TORCH_DTYPES[dtype], device, max_len), note

@@ -46,6 +46,12 @@ def uniform(seed: int, position: int) -> float:
     return (x >> 11) / 2**53
 
 
+def is_plain(row: Row) -> bool:
+    """Whether the likeliest token, as the model gives it, is all that is wanted."""
+    sampling = _sampling(row)
+    return sampling.params.greedy and sampling.params.logprobs is None and not _adjusts(row, sampling)
+
+
 def _sampling(row: Row) -> Sampling:
     assert row.sampling is not None
     return row.sampling

@@ -1,9 +1,10 @@
 """Segue's own: one price, in seconds of job time, for keeping KV, for losing it, and for waiting.
 
 **Keep.** While a tool runs, its job's KV is worth the time to compute it again, if the job comes back. Keeping it costs that
-part of the device which lies idle with the memory: its share of the pool, as far as turns wait for memory, for E[min(gap, τ)].
-The distribution of the gap is learned (`durations.py`); τ is where the difference is largest. It is looked at again while the
-gap lasts, with the distribution of what is left of it.
+part of the device which lies idle with the memory: its share of the pool, as far as turns wait for memory, for E[min(gap, τ)]
+and, if the job comes back, for as long as such turns wait before they run. The distribution of the gap is learned
+(`durations.py`); τ is where the difference is largest. It is looked at again while the gap lasts, with the distribution of
+what is left of it.
 
 **Give way.** A pin is not a wall but a price: its value per token is what keeping it would still gain if all memory were
 wanted. Turns that run and grow take pins, the cheapest first, before they preempt each other, unless the pin's job is back. Who
@@ -26,12 +27,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from segue.policies.durations import LONGEST, Call, Durations, Keep, Rest
-from segue.policies.policy import Disposition, JobEvent, PinView, Policy, Pressure, Returned, TurnEnd, TurnView
+from segue.policies.policy import Disposition, JobEvent, PinView, Policy, Pressure, Returned, Started, TurnEnd, TurnView
 
 _LEAST_COST = 0.02  # of a second of keeping, when memory is plentiful: what is never asked for again ends some day
 _LEAST_VALUE = 1e-9
 _LEAST_BID = 1e-12
 _EARLY = 0.1  # of the calls, that end before KV is back from a slow tier
+_FADE = 0.05  # of the average wait, for each turn that had its KV
+_FORGET = 0.02  # for each that had lost it: if nothing is kept, nobody can tell how long it would wait
 _FIRST_REVIEW = 0.25  # seconds; each later one is twice as far from the start
 
 
@@ -45,6 +48,7 @@ class Adaptive(Policy):
 
     def __init__(self, durations: Durations | None = None) -> None:
         self.durations = durations if durations is not None else Durations()
+        self._kept_wait = 0.0  # seconds that turns with their KV in place waited of late
 
     # Who runs
 
@@ -72,14 +76,15 @@ class Adaptive(Policy):
         benefit = tokens * pressure.seconds_per_token
         share = num_blocks / max(pressure.num_blocks, 1)
         gap = self.durations.of(_known(end.call, end.turn.job_id)).after(elapsed)
-        cost = max(scarcity(pressure) * share, _LEAST_COST * benefit / LONGEST)
-        keep = gap.best_keep(benefit, cost)
+        price = scarcity(pressure) * share
+        cost = max(price, _LEAST_COST * benefit / LONGEST)
+        keep = gap.best_keep(max(benefit - price * self._kept_wait, 0.0), cost)
         prefetch = _prefetch_seconds(gap, keep, end.turn.num_computed, pressure)
         if keep.seconds <= 0 or num_blocks <= 0:
             return Disposition(
                 prefetch_seconds=prefetch, benefit_seconds=benefit, p_return=keep.p_return, why="does not pay"
             )
-        wanted = keep if cost == share else gap.best_keep(benefit, share)  # if others want the memory
+        wanted = gap.best_keep(benefit, share)  # if others want the memory
         return Disposition(
             keep_seconds=keep.seconds,
             value=max(wanted.utility / max(tokens, 1), _LEAST_VALUE),
@@ -95,6 +100,11 @@ class Adaptive(Policy):
     def observe(self, event: JobEvent) -> None:
         if isinstance(event, Returned):
             self.durations.learn(_known(event.call, event.job_id), event.seconds)
+        elif isinstance(event, Started) and event.turn.num_turns > 1:
+            if event.num_lost < event.num_reused:
+                self._kept_wait += (event.waited_seconds - self._kept_wait) * _FADE
+            else:
+                self._kept_wait *= 1 - _FORGET
 
     def to_json(self) -> dict[str, Any]:
         return self.durations.to_json()

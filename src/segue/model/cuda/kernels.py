@@ -1,0 +1,362 @@
+"""Triton kernels of a step. They run on CUDA, and, slowly, in Triton's interpreter.
+
+All arithmetic is fp32 with one rounding at the end of each kernel. What one token's result depends on is its own sequence
+alone: how its context is cut into pieces follows from its length, not from what else is in the step.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _add_norm(x, residual, weight, out, eps, hidden, HAS_X: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * hidden
+    at = tl.arange(0, BLOCK)
+    inside = at < hidden
+    sums = tl.load(residual + row + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_X:
+        sums += tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = sums.to(residual.dtype.element_ty)
+        tl.store(residual + row + at, rounded, mask=inside)
+        sums = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(sums * sums) / hidden + eps)
+    weights = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row + at, (weights * (sums * scale)).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    gate = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rope_store(
+    qkv, q_out, k_cache, v_cache, q_norm, k_norm, cos, sin, positions, slots, eps, block_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
+    MANY: tl.constexpr,
+):  # fmt: skip
+    """Heads `MANY` at a time: q's are normed and rotated into `q_out`, k's into the cache, v's go there as they are."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * MANY + tl.arange(0, MANY)
+    at = tl.arange(0, HALF)
+    total: tl.constexpr = HEADS + 2 * KV_HEADS
+    is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
+    is_kv = (head >= HEADS) & (head < total)
+    source = qkv + (token * total + head)[:, None] * (2 * HALF) + at[None, :]
+    there = (head < total)[:, None]
+    left = tl.load(source, mask=there, other=0.0).to(tl.float32)
+    right = tl.load(source + HALF, mask=there, other=0.0).to(tl.float32)
+    turned = (~is_v)[:, None]
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / (2 * HALF) + eps)[:, None]
+        low = tl.where(is_q[:, None], tl.load(q_norm + at)[None, :], tl.load(k_norm + at)[None, :]).to(tl.float32)
+        high = tl.where(is_q[:, None], tl.load(q_norm + HALF + at)[None, :], tl.load(k_norm + HALF + at)[None, :])
+        left = tl.where(turned, left * scale * low, left)
+        right = tl.where(turned, right * scale * high.to(tl.float32), right)
+    position = tl.load(positions + token).to(tl.int64)
+    c = tl.load(cos + position * HALF + at)[None, :]
+    s = tl.load(sin + position * HALF + at)[None, :]
+    new_left = tl.where(turned, left * c - right * s, left)
+    new_right = tl.where(turned, right * c + left * s, right)
+    q_at = q_out + (token * HEADS + head)[:, None] * (2 * HALF) + at[None, :]
+    tl.store(q_at, new_left.to(q_out.dtype.element_ty), mask=is_q[:, None])
+    tl.store(q_at + HALF, new_right.to(q_out.dtype.element_ty), mask=is_q[:, None])
+    slot = tl.load(slots + token).to(tl.int64)
+    kv_head = tl.where(is_v, head - HEADS - KV_HEADS, head - HEADS)
+    place = (slot // SIZE) * block_stride + (kv_head * SIZE + slot % SIZE) * (2 * HALF)
+    k_at = k_cache + place[:, None] + at[None, :]
+    v_at = v_cache + place[:, None] + at[None, :]
+    is_k = (is_kv & ~is_v)[:, None]
+    tl.store(k_at, new_left.to(k_cache.dtype.element_ty), mask=is_k)
+    tl.store(k_at + HALF, new_right.to(k_cache.dtype.element_ty), mask=is_k)
+    tl.store(v_at, new_left.to(v_cache.dtype.element_ty), mask=(is_kv & is_v)[:, None])
+    tl.store(v_at + HALF, new_right.to(v_cache.dtype.element_ty), mask=(is_kv & is_v)[:, None])
+
+
+@triton.jit
+def _attend_pieces(
+    q, k_cache, v_cache, tables, pieces, num_pieces, contexts, sums, logs, scale, table_stride, block_stride, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, BY_SLOT: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A piece is a stretch of KV and the query rows that see it: (first row, rows, table, begin, end, first result). For each of
+    its rows and heads comes out what the stretch gives, not yet divided, and the logarithm of the weights' sum.
+
+    With `BY_SLOT` the table has a place for each token, else a block for `SIZE` of them."""
+    head = tl.program_id(1)
+    lane = tl.arange(0, ROWS)
+    at = tl.arange(0, DIM)
+    count = tl.load(num_pieces)
+    for piece in range(tl.program_id(0), count, tl.num_programs(0)):
+        first_row = tl.load(pieces + piece * 6)
+        num_rows = tl.load(pieces + piece * 6 + 1)
+        table = tl.load(pieces + piece * 6 + 2)
+        begin = tl.load(pieces + piece * 6 + 3)
+        end = tl.load(pieces + piece * 6 + 4)
+        result = tl.load(pieces + piece * 6 + 5)
+        row = first_row + lane // GROUP
+        used = lane < num_rows * GROUP
+        query = (row.to(tl.int64) * HEADS + head * GROUP + lane % GROUP) * DIM
+        queries = tl.load(q + query[:, None] + at[None, :], mask=used[:, None], other=0.0)
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        mass = tl.zeros([ROWS], tl.float32)
+        total = tl.zeros([ROWS, DIM], tl.float32)
+        if HAS_WINDOW:
+            oldest = tl.load(contexts + row, mask=used, other=0) - window
+        for start in range(begin, end, TILE):
+            place = start + tl.arange(0, TILE)
+            inside = place < end
+            if BY_SLOT:
+                slot = tl.load(tables + table.to(tl.int64) * table_stride + place, mask=inside, other=0)
+                block, offset = slot // SIZE, slot % SIZE
+            else:
+                block = tl.load(tables + table.to(tl.int64) * table_stride + place // SIZE, mask=inside, other=0)
+                offset = place % SIZE
+            source = block.to(tl.int64) * block_stride + (head * SIZE + offset) * DIM
+            keys = tl.load(k_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0)
+            weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
+            seen = inside[None, :] & used[:, None]
+            if HAS_WINDOW:
+                seen = seen & (place[None, :] >= oldest[:, None])
+            weights = tl.where(seen, weights, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(weights, 1))
+            finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(weights - finite[:, None])
+            fade = tl.exp2(peak - finite)
+            values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0)
+            mass = mass * fade + tl.sum(weights, 1)
+            total = total * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+            peak = new_peak
+        out = (result + lane // GROUP).to(tl.int64) * HEADS + head * GROUP + lane % GROUP
+        tl.store(sums + out[:, None] * DIM + at[None, :], total, mask=used[:, None])
+        tl.store(logs + out * 2, peak, mask=used)
+        tl.store(logs + out * 2 + 1, mass, mask=used)
+
+
+@triton.jit
+def _merge_pieces(sums, logs, results, starts, out, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """What the pieces of a row's context give, together; a row without any (padding) gets 0."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    at = tl.arange(0, DIM)
+    peak = float("-inf")
+    mass = 0.0
+    total = tl.zeros([DIM], tl.float32)
+    for index in range(tl.load(starts + row), tl.load(starts + row + 1)):
+        result = tl.load(results + index).to(tl.int64) * HEADS + head
+        other = tl.load(logs + result * 2)
+        new_peak = tl.maximum(peak, other)
+        finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        fade, gain = tl.exp2(peak - finite), tl.exp2(other - finite)
+        total = total * fade + tl.load(sums + result * DIM + at) * gain
+        mass = mass * fade + tl.load(logs + result * 2 + 1) * gain
+        peak = new_peak
+    place = (row.to(tl.int64) * HEADS + head) * DIM + at
+    tl.store(out + place, total / tl.where(mass > 0.0, mass, 1.0).to(out.dtype.element_ty))
+
+
+@triton.jit
+def _attend_tiles(
+    q, k_cache, v_cache, tables, tiles, out, scale, table_stride, block_stride, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Many tokens of one sequence, each over all that came before it: (first row, rows, table, first position)."""
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    first_row = tl.load(tiles + tile * 4)
+    num_rows = tl.load(tiles + tile * 4 + 1)
+    table = tl.load(tiles + tile * 4 + 2).to(tl.int64) * table_stride
+    first = tl.load(tiles + tile * 4 + 3)
+    lane = tl.arange(0, ROWS)
+    at = tl.arange(0, DIM)
+    used = lane < num_rows
+    position = first + lane
+    query = ((first_row + lane).to(tl.int64) * HEADS + head) * DIM
+    queries = tl.load(q + query[:, None] + at[None, :], mask=used[:, None], other=0.0)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, DIM], tl.float32)
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(first - window + 1, 0) // TILE * TILE
+    for start in range(begin, first + num_rows, TILE):
+        place = start + tl.arange(0, TILE)
+        inside = place < first + num_rows
+        block = tl.load(tables + table + place // SIZE, mask=inside, other=0).to(tl.int64)
+        source = block * block_stride + ((head // GROUP) * SIZE + place % SIZE) * DIM
+        keys = tl.load(k_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0)
+        weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
+        seen = place[None, :] <= position[:, None]
+        if HAS_WINDOW:
+            seen = seen & (place[None, :] > position[:, None] - window)
+        weights = tl.where(seen, weights, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(weights, 1))
+        finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(weights - finite[:, None])
+        fade = tl.exp2(peak - finite)
+        values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0)
+        mass = mass * fade + tl.sum(weights, 1)
+        total = total * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        peak = new_peak
+    mass = tl.where(mass > 0.0, mass, 1.0)
+    tl.store(out + query[:, None] + at[None, :], (total / mass[:, None]).to(out.dtype.element_ty), mask=used[:, None])
+
+
+@triton.jit
+def _largest_parts(logits, values, places, vocab, each, BLOCK: tl.constexpr):
+    """The first of a part's largest numbers, and where it is; a NaN is larger than all."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    best = float("-inf")
+    where = 0
+    for start in range(part * each, tl.minimum((part + 1) * each, vocab), BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < tl.minimum((part + 1) * each, vocab)
+        found = tl.load(logits + row * vocab + at, mask=inside, other=float("-inf")).to(tl.float32)
+        found = tl.where(found != found, float("inf"), found)
+        top = tl.max(found, 0)
+        first = tl.min(tl.where(found == top, at, vocab), 0)
+        where = tl.where(top > best, first, where)
+        best = tl.maximum(best, top)
+    tl.store(values + row * tl.num_programs(1) + part, best)
+    tl.store(places + row * tl.num_programs(1) + part, where)
+
+
+@triton.jit
+def _largest_of_parts(values, places, tokens, PARTS: tl.constexpr):
+    row = tl.program_id(0)
+    at = tl.arange(0, PARTS)
+    found = tl.load(values + row * PARTS + at)
+    top = tl.max(found, 0)
+    token = tl.min(tl.where(found == top, tl.load(places + row * PARTS + at), 2147483647), 0)
+    tl.store(tokens + row, tl.where(top == float("inf"), -1, token))
+
+
+def _precision(x: Tensor) -> str:
+    """fp32 means fp32; narrower types are multiplied exactly anyhow."""
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def _stages(x: Tensor) -> int:
+    return 1 if x.dtype == torch.float32 else 3
+
+
+# What calls them. Shapes are as the kernels say; all tensors are contiguous.
+
+
+def add_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """residual += x, if there is an x; out = its norm."""
+    rows, hidden = residual.shape
+    block = triton.next_power_of_2(hidden)
+    warps = 4 if hidden <= 2048 else 8
+    _add_norm[(rows,)](
+        x, residual, weight, out, eps, hidden, HAS_X=x is not None, BLOCK=block, num_warps=warps
+    )  # fmt: skip
+
+
+def gate(gate_up: Tensor, out: Tensor) -> None:
+    """silu of the first half, times the second."""
+    rows, width = out.shape
+    block = 1024
+    _gate[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4)
+
+
+def rope_store(
+    qkv: Tensor,
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    tables: tuple[Tensor, Tensor],
+    positions: Tensor,
+    slots: Tensor,
+    eps: float,
+) -> None:
+    heads, dim = q_out.shape[1:]
+    kv_heads, size = k_cache.shape[1:3]
+    many = min(triton.next_power_of_2(heads + 2 * kv_heads), 8)
+    q_norm, k_norm = norms if norms is not None else (qkv, qkv)
+    _rope_store[(len(q_out), triton.cdiv(heads + 2 * kv_heads, many))](
+        qkv, q_out, k_cache, v_cache, q_norm, k_norm, *tables, positions, slots, eps, k_cache.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=dim // 2, HAS_NORM=norms is not None, MANY=many, num_warps=2,
+    )  # fmt: skip
+
+
+def attend_pieces(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    pieces: Tensor,
+    num_pieces: Tensor,
+    contexts: Tensor,
+    sums: Tensor,
+    logs: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    rows: int,
+    programs: int,
+    by_slot: bool = False,
+) -> None:
+    """`rows`: the most query rows that a piece has."""
+    heads, dim = q.shape[1:]
+    kv_heads, size = k_cache.shape[1:3]
+    group = heads // kv_heads
+    lanes = max(triton.next_power_of_2(rows * group), 16)
+    _attend_pieces[(programs, kv_heads)](
+        q, k_cache, v_cache, tables, pieces, num_pieces, contexts, sums, logs, scale, tables.stride(0),
+        k_cache.stride(0), window or 0,
+        HEADS=heads, GROUP=group, SIZE=size, DIM=dim, ROWS=lanes, TILE=64 if lanes <= 64 else 32, BY_SLOT=by_slot,
+        HAS_WINDOW=window is not None, PRECISION=_precision(q), num_warps=4 if lanes <= 64 else 8, num_stages=_stages(q),
+    )  # fmt: skip
+
+
+def merge_pieces(sums: Tensor, logs: Tensor, results: Tensor, starts: Tensor, out: Tensor) -> None:
+    rows, heads, dim = out.shape
+    _merge_pieces[(rows, heads)](sums, logs, results, starts, out, HEADS=heads, DIM=dim, num_warps=1)
+
+
+def attend_tiles(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    rows: int,
+) -> None:
+    """`rows`: of a tile, at most."""
+    heads, dim = q.shape[1:]
+    kv_heads, size = k_cache.shape[1:3]
+    _attend_tiles[(len(tiles), heads)](
+        q, k_cache, v_cache, tables, tiles, out, scale, tables.stride(0), k_cache.stride(0), window or 0,
+        HEADS=heads, GROUP=heads // kv_heads, SIZE=size, DIM=dim, ROWS=rows, TILE=64, HAS_WINDOW=window is not None,
+        PRECISION=_precision(q), num_warps=8 if rows > 64 else 4, num_stages=_stages(q),
+    )  # fmt: skip
+
+
+PARTS = 64  # of a row of logits
+
+
+def largest(logits: Tensor, values: Tensor, places: Tensor, tokens: Tensor) -> None:
+    """tokens[i] is where row i's largest logit is, the first if there are several; -1 if one is infinite or no number. `values`
+    and `places`: room for [rows, PARTS] fp32 and int32."""
+    rows, vocab = logits.shape
+    _largest_parts[(rows, PARTS)](logits, values, places, vocab, triton.cdiv(vocab, PARTS), BLOCK=1024, num_warps=4)
+    _largest_of_parts[(rows,)](values, places, tokens, PARTS=PARTS, num_warps=1)

@@ -1,0 +1,49 @@
+"""The executor on CUDA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from segue.base.config import EngineConfig
+from segue.engine import StepPlan, StepResult
+from segue.model.cuda.backend import CudaBackend
+from segue.model.cuda.steps import CudaSteps
+from segue.model.decoder import Decoder
+from segue.model.runner import ModelRunner
+from segue.model.sampler import is_plain, sample
+
+
+class CudaRunner(ModelRunner):
+    """Steps of few tokens are replayed, the likeliest tokens are found on the device, and only those come back."""
+
+    def __init__(self, decoder: Decoder, backend: CudaBackend, config: EngineConfig) -> None:
+        super().__init__(decoder, backend, config)
+        blocks = -(-config.max_sequence_len // config.block_size)
+        self._steps = CudaSteps(decoder, backend, self.kv, config.max_running, blocks, config.max_step_tokens)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        if plan.copies:
+            self._copy(plan.copies)
+        searches = any(row.search is not None for row in plan.rows)
+        step = self._steps.run(plan.rows, needs_head=not searches)
+        if searches:
+            return self._choose(step.hidden, plan.rows)
+        rows = [row for row in plan.rows if row.sampling is not None]
+        if not rows:
+            return StepResult(())
+        if step.tokens is not None and all(is_plain(row) for row in rows):
+            tokens = step.tokens.tolist()
+            if min(tokens) < 0:
+                raise ValueError("the model gave logits that are not numbers")
+            return StepResult(tokens)
+        logits = self._decoder.logits(step.hidden) if step.logits is None else step.logits.float()
+        return sample(logits, rows)
+
+    def forward(self, plan: StepPlan) -> Tensor:
+        return self._decoder.logits(self._steps.run(plan.rows, needs_head=False).hidden)
+
+    def close(self) -> None:
+        del self._steps
+        super().close()

@@ -1,0 +1,256 @@
+"""Steps on the device: those of few tokens are graphs, recorded once for each size; the others are launched call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from segue.engine import Row
+from segue.model.batch import Batch
+from segue.model.cuda import kernels
+from segue.model.cuda.backend import Attention, CudaBackend, Pieces
+from segue.model.cuda.inputs import Inputs, make_inputs
+from segue.model.cuda.work import FIELDS, MOST_PIECES, IntArray, most_results
+from segue.model.decoder import Decoder
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)  # rows of a recorded step
+MOST_ROWS = SIZES[-1]
+_TAIL = 64  # tokens that a beam of a recorded step has for itself, at most
+
+
+class Step(NamedTuple):
+    """What came of a step: valid until the next one. `tokens` are the likeliest of each row, where the head was asked for."""
+
+    hidden: Tensor
+    logits: Tensor | None
+    tokens: Tensor | None
+
+
+class _Kind(NamedTuple):
+    """What a recorded step is made for."""
+
+    rows: int
+    has_groups: bool
+    has_head: bool
+
+
+class _Recorded(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    step: Step
+
+
+class _Layout:
+    """Where in one buffer each of a step's arrays lies: with room for any step of few rows, or as large as a step needs."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        ends = np.cumsum(sizes)
+        self.slices = [slice(end - size, end) for end, size in zip(ends.tolist(), sizes, strict=True)]
+
+
+class CudaSteps:
+    def __init__(
+        self, decoder: Decoder, backend: CudaBackend, kv: Tensor, max_sequences: int, max_blocks: int, max_tokens: int
+    ) -> None:
+        spec = decoder.spec
+        self._decoder = decoder
+        self._backend = backend
+        self._kv = kv
+        self._block_size = kv.shape[4]
+        self._max_blocks = max_blocks
+        rows = min(MOST_ROWS, max_tokens)
+        sequences = min(max_sequences, rows)
+        self._fixed = _Layout(
+            (
+                *(rows,) * 5,
+                rows + 1,
+                3,
+                rows * MOST_PIECES * FIELDS,
+                rows * MOST_PIECES * FIELDS,
+                rows * FIELDS,
+                most_results(rows),
+                rows * _TAIL,
+                sequences * max_blocks,
+            )
+        )
+        self._max_rows, self._max_sequences = rows, sequences
+        device = backend.device
+        self._host = torch.zeros(self._fixed.slices[-1].stop, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros_like(self._host, device=device)
+        results = most_results(rows)
+        self._sums = torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device)
+        self._logs = torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device)
+        self._values = torch.empty(rows, kernels.PARTS, dtype=torch.float32, device=device)
+        self._places = torch.empty(rows, kernels.PARTS, dtype=torch.int32, device=device)
+        self._copied: torch.cuda.Event | None = None
+        self._recorded: dict[_Kind, _Recorded] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def run(self, rows: Sequence[Row], *, needs_head: bool) -> Step:
+        """Hidden states of the rows that are sampled from, in order."""
+        inputs = make_inputs(rows, self._block_size, self._backend.group_rows, self._backend.tile_rows)
+        if not self._fits(inputs):
+            batch = self._batch(inputs)
+            hidden = self._decoder.hidden(batch, self._kv)
+            return Step(hidden, None, None)
+        kind = _Kind(_size(len(inputs.tokens)), bool(inputs.counts[1]), needs_head)
+        self._fill(inputs, kind.rows)
+        recorded = self._recorded.get(kind) or self._record(kind)
+        recorded.graph.replay()
+        count, step = len(inputs.samples), recorded.step
+        return Step(
+            step.hidden[:count],
+            step.logits[:count] if step.logits is not None else None,
+            step.tokens[:count] if step.tokens is not None else None,
+        )
+
+    def _fits(self, inputs: Inputs) -> bool:
+        return (
+            self._backend.device.type == "cuda"
+            and len(inputs.tokens) <= self._max_rows
+            and len(inputs.tables) <= self._max_sequences
+            and not len(inputs.tiles)
+            and inputs.tails.shape[1] <= _TAIL
+            and len(inputs.own) <= self._max_rows * MOST_PIECES
+            and len(inputs.shared) <= self._max_rows * MOST_PIECES
+            and len(inputs.results) <= most_results(self._max_rows)
+        )
+
+    # Recorded steps
+
+    def _fill(self, inputs: Inputs, size: int) -> None:
+        """Into the buffer that graphs read. Rows beyond the step's own write to the null block, and attend to nothing."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        array: IntArray = self._host.numpy()
+        tokens, positions, slots, contexts, samples, starts, counts, own, shared, last, results, tails, tables = (
+            array[part] for part in self._fixed.slices
+        )
+        count = len(inputs.tokens)
+        for field, values in (
+            (tokens, inputs.tokens),
+            (positions, inputs.positions),
+            (slots, inputs.slots),
+            (contexts, inputs.contexts),
+            (samples, inputs.samples),
+        ):
+            field[: len(values)] = values
+            field[len(values) : size] = 0
+        starts[: count + 1] = inputs.starts
+        starts[count + 1 : size + 1] = inputs.starts[-1]
+        counts[:] = inputs.counts
+        for field, made in ((own, inputs.own), (shared, inputs.shared), (last, inputs.last), (results, inputs.results)):
+            field[: made.size] = made.ravel()
+        if inputs.tails.size:
+            tails.reshape(-1, _TAIL)[: len(inputs.tails), : inputs.tails.shape[1]] = inputs.tails
+        used, width = inputs.tables.shape
+        tables.reshape(-1, self._max_blocks)[:used, :width] = inputs.tables
+        upto = self._fixed.slices[-1].start + used * self._max_blocks
+        self._device[:upto].copy_(self._host[:upto], non_blocking=True)
+        self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    def _static(self, kind: _Kind) -> Batch:
+        """The buffer's arrays, as a step of this kind sees them."""
+        tokens, positions, slots, contexts, samples, starts, counts, own, shared, last, results, tails, tables = (
+            self._device[part] for part in self._fixed.slices
+        )
+        by_block, by_slot = tables.view(-1, self._max_blocks), tails.view(-1, _TAIL)
+        lists = [Pieces(own.view(-1, FIELDS), counts[:1], by_block)]
+        if kind.has_groups:
+            lists.append(Pieces(shared.view(-1, FIELDS), counts[1:2], by_block, self._backend.group_rows))
+            lists.append(Pieces(last.view(-1, FIELDS), counts[2:3], by_slot, by_slot=True))
+        attention = Attention(lists, results, starts, contexts, None, by_block, self._sums, self._logs)
+        rows = kind.rows
+        return Batch(
+            tokens[:rows],
+            positions[:rows],
+            slots[:rows],
+            by_block,
+            starts,
+            contexts,
+            samples[:rows],
+            (),
+            attention=attention,
+        )
+
+    def _record(self, kind: _Kind) -> _Recorded:
+        batch = self._static(kind)
+
+        def run() -> Step:
+            hidden = self._decoder.hidden(batch, self._kv)
+            if not kind.has_head:
+                return Step(hidden, None, None)
+            logits = self._decoder.raw_logits(hidden)
+            tokens = torch.empty(kind.rows, dtype=torch.int32, device=self._backend.device)
+            kernels.largest(logits, self._values, self._places, tokens)
+            return Step(hidden, logits, tokens)
+
+        recorded = self._recorded[kind] = _capture(run, self._pool)
+        self._pool = self._pool or recorded.graph.pool()
+        return recorded
+
+    # Steps of many tokens
+
+    def _batch(self, inputs: Inputs) -> Batch:
+        device, spec = self._backend.device, self._decoder.spec
+        arrays = [np.ascontiguousarray(array, np.int32) for array in inputs]
+        layout = _Layout([array.size for array in arrays])
+        host = torch.empty(layout.slices[-1].stop, dtype=torch.int32, pin_memory=device.type == "cuda")
+        whole: IntArray = host.numpy()
+        for part, array in zip(layout.slices, arrays, strict=True):
+            whole[part] = array.ravel()
+        there = host.to(device, non_blocking=True)
+        found = Inputs(*(there[part].view(array.shape) for part, array in zip(layout.slices, arrays, strict=True)))  # type: ignore[arg-type]
+        lists = []
+        for at, (made, table, rows) in enumerate(
+            (
+                (found.own, found.tables, 1),
+                (found.shared, found.tables, self._backend.group_rows),
+                (found.last, found.tails, 1),
+            )
+        ):
+            if len(made):
+                lists.append(Pieces(made, found.counts[at : at + 1], table, rows, by_slot=at == 2))  # type: ignore[arg-type]
+        results = len(inputs.results)
+        sums = torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device)
+        logs = torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device)
+        tiles = found.tiles if len(inputs.tiles) else None
+        attention = Attention(
+            lists,
+            found.results,
+            found.starts,
+            found.contexts,
+            tiles,
+            found.tables,
+            sums,
+            logs,  # type: ignore[arg-type]
+        )
+        return Batch(
+            found.tokens,  # type: ignore[arg-type]
+            found.positions,  # type: ignore[arg-type]
+            found.slots,  # type: ignore[arg-type]
+            found.tables,  # type: ignore[arg-type]
+            found.starts,  # type: ignore[arg-type]
+            found.contexts,  # type: ignore[arg-type]
+            found.samples,  # type: ignore[arg-type]
+            (),
+            attention=attention,
+        )
+
+
+def _size(num_rows: int) -> int:
+    return next(size for size in SIZES if size >= num_rows)
+
+
+def _capture(run: Callable[[], Step], pool: tuple[int, int] | None) -> _Recorded:
+    """Once as it is, so that nothing is compiled or set up while it is recorded."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        step = run()
+    return _Recorded(graph, step)

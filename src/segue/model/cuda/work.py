@@ -1,0 +1,99 @@
+"""Which stretch of KV is read for which query rows: lists that attention kernels work off.
+
+    row 0   |---- shared by rows 0 … 2 ----|- own -|            a piece for each stretch of a row's own,
+    row 1   |                              |--- own ---|        and one for each stretch that a group shares
+    row 2   |                              |- own -|
+    row 3   |-------------- own --------------|
+
+A context is cut into pieces of 256 tokens, or into sixteen where that would be more: by its own length alone, so that the sum is
+the same whatever else is in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+PIECE = 256
+MOST_PIECES = 16  # of one stretch; a long one has longer pieces
+FIELDS = 6  # of a piece: first row, rows, table, begin, end, first result
+_STEP = 64
+
+IntArray = npt.NDArray[np.int32]
+
+
+class Group(NamedTuple):
+    """Query rows that see the same first tokens: these are read once for all of them."""
+
+    first_row: int
+    num_rows: int
+    table: int
+    num_shared: int
+
+
+class Work(NamedTuple):
+    """`own` and `shared` are lists of pieces; row i is the sum of `results[starts[i] … starts[i + 1] - 1]`."""
+
+    own: IntArray
+    shared: IntArray
+    results: IntArray
+    starts: IntArray
+
+    @property
+    def num_results(self) -> int:
+        return len(self.results)
+
+
+def piece_length(num_tokens: IntArray) -> IntArray:
+    by_count = -(-num_tokens // (MOST_PIECES * _STEP)) * _STEP
+    return np.maximum(by_count, PIECE).astype(np.int32)
+
+
+def most_results(num_rows: int) -> int:
+    """Of so many rows, whatever their contexts are."""
+    return 2 * num_rows * MOST_PIECES
+
+
+def plan_work(begins: IntArray, ends: IntArray, tables: IntArray, groups: Sequence[Group] = (), most: int = 64) -> Work:
+    """Row i sees tokens `begins[i] … ends[i]-1` by itself, through table `tables[i]`, and those before with its group. A piece
+    has `most` rows at most."""
+    length = ends - begins
+    each = piece_length(length)
+    counts = -(-length // each)
+    total = int(counts.sum())
+    row = np.repeat(np.arange(len(ends), dtype=np.int32), counts)
+    index = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
+    own = np.empty((total, FIELDS), np.int32)
+    own[:, 0], own[:, 1], own[:, 2] = row, 1, tables[row]
+    own[:, 3] = begins[row] + index * each[row]
+    own[:, 4] = np.minimum(own[:, 3] + each[row], ends[row])
+    own[:, 5] = np.arange(total)
+    if not groups:
+        starts = np.zeros(len(ends) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        return Work(own, own[:0], own[:, 5], starts)
+    shared, rows, results = _shared(groups, total, most)
+    rows, results = np.concatenate([rows, row]), np.concatenate([results, own[:, 5]])
+    order = np.argsort(rows, kind="stable")
+    starts = np.searchsorted(rows[order], np.arange(len(ends) + 1)).astype(np.int32)
+    return Work(own, shared, results[order].astype(np.int32), starts)
+
+
+def _shared(groups: Sequence[Group], first_result: int, most: int) -> tuple[IntArray, IntArray, IntArray]:
+    """The groups' pieces, and which rows their results are of."""
+    pieces, rows, results = [], [], []
+    for group in groups:
+        each = int(piece_length(np.array([group.num_shared], np.int32))[0])
+        for begin in range(0, group.num_shared, each):
+            end = min(begin + each, group.num_shared)
+            for first in range(group.first_row, group.first_row + group.num_rows, most):
+                count = min(most, group.first_row + group.num_rows - first)
+                pieces.append((first, count, group.table, begin, end, first_result))
+                rows.append(np.arange(first, first + count, dtype=np.int32))
+                results.append(np.arange(first_result, first_result + count, dtype=np.int32))
+                first_result += count
+    made = np.array(pieces, np.int32).reshape(-1, FIELDS)
+    return made, np.concatenate(rows) if rows else made[:0, 0], np.concatenate(results) if results else made[:0, 0]
