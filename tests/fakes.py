@@ -155,6 +155,38 @@ class FakeExecutor:
         return digests
 
 
+class PipelinedFake(FakeExecutor):
+    """Begins steps before it is asked for what came of the last one, as a device does: in order, with the tables of the moment,
+    and with tokens that nobody has seen yet."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.num_ahead = 0
+
+    def launch(self, plan: StepPlan, after: dict[int, int] | None) -> dict[int, int] | None:
+        if any(row.search is not None or row.sampling is None for row in plan.rows):
+            assert after is None
+            return None
+        rows = []
+        for row in plan.rows:
+            tokens, blocks = row.tokens[:], row.blocks[:]
+            if after is not None:
+                assert len(tokens) == row.start
+                tokens.append(after[row.sequence_id])
+            rows.append(row._replace(tokens=tokens, blocks=blocks))
+        self.num_ahead += after is not None
+        failing, self.fail_next = self.fail_next, None
+        found = self.execute(StepPlan(rows, plan.copies))
+        self.fail_next = failing
+        return dict(zip([row.sequence_id for row in rows], found.tokens, strict=True))
+
+    def land(self, ticket: dict[int, int]) -> StepResult:
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        return StepResult(list(ticket.values()))
+
+
 def logprob(digest: int, token: int) -> float:
     """Of a token after everything that led to a digest; a model's, but for their sum."""
     return -10 * (_mix(digest, token) / 2**64) - 0.1

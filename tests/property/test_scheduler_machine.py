@@ -14,12 +14,14 @@ from segue.base.errors import RequestTooLong
 from segue.base.types import FinishReason, SamplingParams
 from segue.engine import EngineCore
 from segue.engine.sequence import sample_seed
-from tests.fakes import FakeExecutor, expected
+from tests.fakes import FakeExecutor, PipelinedFake, expected
 
 PROMPTS = st.lists(st.sampled_from([1, 1, 1, 2, 3]), min_size=1, max_size=30)
 
 
 class EngineMachine(RuleBasedStateMachine):
+    fake = FakeExecutor
+
     @initialize(
         num_blocks=st.integers(2, 24),
         size=st.sampled_from([1, 2, 4, 16]),
@@ -29,7 +31,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def start(self, num_blocks, size, step_tokens, running, caching):
         self.config = EngineConfig(num_blocks, size, step_tokens, running, max_model_len=60, prefix_caching=caching)
-        self.executor = FakeExecutor(num_blocks, size)
+        self.executor = self.fake(num_blocks, size)
         self.clock = VirtualClock()
         self.engine = EngineCore(self.executor, self.config, clock=self.clock)
         self.asked: dict[str, tuple[list[int], SamplingParams, int]] = {}
@@ -45,9 +47,12 @@ class EngineMachine(RuleBasedStateMachine):
         temperature=st.sampled_from([0.0, 1.0]),
         hold=st.booleans(),
         salt=st.sampled_from(["", "t"]),
+        stops=st.sampled_from([(), (), (3,), (4, 9, 17, 30, 41)]),
     )
-    def submit(self, prompt, max_tokens, n, temperature, hold, salt):
-        params = SamplingParams(max_tokens=max_tokens, n=n, temperature=temperature, seed=5, ignore_eos=True)
+    def submit(self, prompt, max_tokens, n, temperature, hold, salt, stops):
+        params = SamplingParams(
+            max_tokens=max_tokens, n=n, temperature=temperature, seed=5, ignore_eos=True, stop_token_ids=stops
+        )
         needed = len(prompt) + (max_tokens or 1) - 1
         try:
             request_id = f"r{len(self.sequences):03}"  # not a random one: a failing run must be repeatable
@@ -104,10 +109,12 @@ class EngineMachine(RuleBasedStateMachine):
             answer = self.answers.setdefault((delta.request_id, delta.index), [])
             answer.extend(delta.token_ids)
             if delta.finish_reason is not None:
-                assert delta.finish_reason is FinishReason.LENGTH
                 prompt, params, length = self.asked[delta.request_id]
-                seed = sample_seed(5, delta.index)
-                assert answer == expected(prompt, length, seed, params.temperature)
+                wanted = expected(prompt, length, sample_seed(5, delta.index), params.temperature)
+                ends = [at for at, token in enumerate(wanted) if token in params.stop_token_ids]
+                length = ends[0] + 1 if ends else length
+                assert delta.finish_reason is (FinishReason.STOP if ends else FinishReason.LENGTH)
+                assert answer == wanted[:length]
                 sequence = self.sequences[delta.request_id][delta.index]
                 assert sequence.state.num_held <= len(prompt) + length - 1
                 self.leases.append(sequence.state)
@@ -136,3 +143,24 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(stateful_step_count=30)
+
+
+class PipelinedMachine(EngineMachine):
+    """The same, while each step begins before the last one's tokens are known."""
+
+    fake = PipelinedFake
+
+
+TestPipelinedMachine = PipelinedMachine.TestCase
+TestPipelinedMachine.settings = settings(stateful_step_count=30)
+
+
+def test_steps_begin_ahead():
+    executor = PipelinedFake(200, 4)
+    engine = EngineCore(executor, EngineConfig(200, 4, 40, 6, max_model_len=60))
+    prompts = [[1, 2, 3], [4] * 9, [5, 6]]
+    results = engine.generate(prompts, SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    assert [result.token_ids for result in results] == [expected(prompt, 20) for prompt in prompts]
+    assert executor.num_ahead == 19
+    engine.check()
+    assert engine.stats().kv_usage == 0.0

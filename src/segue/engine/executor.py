@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from segue.engine.beam import Candidates, SearchStep
 from segue.engine.sequence import Sampling
@@ -19,7 +19,8 @@ class Row(NamedTuple):
     With `search`, find the best continuations instead. If that has `tails`, the row is a group of beams: `tokens` are one for
     each, all at the same place of their lines, and their KV goes to positions `start … stop-1` of the blocks.
 
-    `tokens` and `blocks` are the sequence's own arrays, to be read until the step is applied, and never kept.
+    `tokens` and `blocks` are the sequence's own arrays, to be read until the step is applied, and never kept. In a plan made
+    while another step runs, `tokens` ends before `start`: the last one is still being found.
     """
 
     sequence_id: int
@@ -111,3 +112,21 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+Ticket = object
+"""A step under way, as its executor knows it."""
+
+
+@runtime_checkable
+class Pipelined(Protocol):
+    """An executor that can begin a step before the one ahead of it has ended, so that its device never waits for a plan."""
+
+    def launch(self, plan: StepPlan, after: Ticket | None) -> Ticket | None:
+        """Begin a step. None, and nothing has begun, if this plan cannot run so. `after` is the one under way, whose tokens the
+        rows of the same sequences are fed; what may follow a step that could be launched is not refused."""
+        ...
+
+    def land(self, ticket: Ticket) -> StepResult:
+        """Wait for its end."""
+        ...

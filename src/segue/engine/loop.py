@@ -6,7 +6,8 @@ import secrets
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 from segue.base.clock import Clock, SystemClock
 from segue.base.config import EngineConfig
@@ -15,7 +16,7 @@ from segue.base.types import SamplingParams
 from segue.engine.admission import Prompt, as_list
 from segue.engine.answers import Answers
 from segue.engine.desk import StateDesk
-from segue.engine.executor import Executor, StepPlan, check_result
+from segue.engine.executor import Executor, Pipelined, StepPlan, StepResult, Ticket, check_result
 from segue.engine.outputs import Delta, EngineStats, Result
 from segue.engine.request import Request, as_request
 from segue.engine.scheduler import Scheduler
@@ -29,6 +30,14 @@ from segue.policies import Policy, make_policy
 from segue.state import Progress, State
 
 _TIER_SECONDS = 0.002  # to wait for a slow tier when there is nothing else to do; requests may come
+
+
+class _Flying(NamedTuple):
+    """A step that has begun; `since` then the device had nothing else to do."""
+
+    plan: StepPlan
+    ticket: Ticket
+    since: float
 
 
 class EngineLoop:
@@ -86,6 +95,8 @@ class EngineLoop:
         self._step_seconds: float | None = None  # of the last step, if there was one
         self.watch: Callable[[StepPlan], None] | None = None  # told of each plan before it is carried out
         self._closed = False
+        self._pipelined = executor if isinstance(executor, Pipelined) else None
+        self._flying: _Flying | None = None  # a step under way
 
     # The loop
 
@@ -99,31 +110,65 @@ class EngineLoop:
         """One step. False if there is nothing to do."""
         self._end_abandoned()
         moved = self._tiers.work(self._step_seconds) if self._tiers is not None else False
-        plan = self._scheduler.plan()
-        if not plan.rows:
-            self._step_seconds = None
-            if self._tiers is not None and self._tiers.has_work:
-                if not moved:
-                    self._tiers.wait(_TIER_SECONDS)
+        if self._flying is None:
+            plan = self._scheduler.plan()
+            if not plan.rows:
+                return self._rest(moved=moved)
+            self._flying = self._begin(plan, None)
+            if self._flying is None:
+                self._take(plan, partial(self._executor.execute, plan), self._clock.now())
                 return True
-            if self._scheduler.num_waiting:
-                raise IntegrityError("requests wait, nothing runs, and none can be admitted")
-            return moved
+        flying, self._flying = self._flying, None
+        if (ahead := self._scheduler.plan_ahead(flying.plan)) is not None:
+            self._flying = self._begin(ahead, flying.ticket)
+        self._take(flying.plan, partial(self._land, flying), flying.since)
+        if self._flying is not None:
+            self._flying = self._flying._replace(since=self._clock.now())
+        return True
+
+    def _rest(self, *, moved: bool) -> bool:
+        """There is nothing to compute."""
+        self._step_seconds = None
+        if self._tiers is not None and self._tiers.has_work:
+            if not moved:
+                self._tiers.wait(_TIER_SECONDS)
+            return True
+        if self._scheduler.num_waiting:
+            raise IntegrityError("requests wait, nothing runs, and none can be admitted")
+        return moved
+
+    def _begin(self, plan: StepPlan, after: Ticket | None) -> _Flying | None:
+        """Let a step begin whose end is not waited for, if it can be. If that fails, so does the step when it lands."""
+        if self._pipelined is None:
+            return None
+        try:
+            ticket = self._pipelined.launch(plan, after)
+        except BaseException as error:
+            ticket = error
+        return _Flying(plan, ticket, self._clock.now()) if ticket is not None else None
+
+    def _land(self, flying: _Flying) -> StepResult:
+        assert self._pipelined is not None
+        if isinstance(flying.ticket, BaseException):
+            raise flying.ticket
+        return self._pipelined.land(flying.ticket)
+
+    def _take(self, plan: StepPlan, run: Callable[[], StepResult], began: float) -> None:
+        """Carry a step out, or wait for its end, and take over what it gave."""
         self._num_steps += 1
         if self.watch is not None:
             self.watch(plan)
-        began = self._clock.now()
         try:
-            result = self._executor.execute(plan)
+            result = run()
             check_result(plan, result)
         except BaseException as error:
             self._deliver(self._fail(plan, error))
             self._tell_orphans()
             if not isinstance(error, Exception):
                 raise  # an interrupt: the step is undone, and the caller hears of it
-            return True
+            return
         self._step_seconds = self._clock.now() - began
-        self._scheduler.jobs.gauge.step(self._step_seconds, self._scheduler.num_planned, len(plan.rows))
+        self._scheduler.jobs.gauge.step(self._step_seconds, plan.num_tokens, len(plan.rows))
         produced = self._scheduler.apply(plan, result)
         self._deliver(self._answers.publish(produced, self._scheduler.finish))
         if found := self._scheduler.take_found():
@@ -131,7 +176,6 @@ class EngineLoop:
         self._tell_orphans()
         if self._tiers is not None and not self._scheduler.num_running:
             self._tiers.rest()
-        return True
 
     def _fail(self, plan: StepPlan, cause: BaseException) -> list[Delta]:
         error = StepFailed(f"the step failed: {type(cause).__name__}: {cause}")
@@ -168,7 +212,13 @@ class EngineLoop:
         """Something to compute, or to hand out."""
         self._end_abandoned()
         scheduler = self._scheduler
-        if scheduler.num_running or scheduler.num_waiting or scheduler.num_loading or self._arrived:
+        if (
+            self._flying is not None
+            or scheduler.num_running
+            or scheduler.num_waiting
+            or scheduler.num_loading
+            or self._arrived
+        ):
             return True
         return self._tiers is not None and self._tiers.has_work
 

@@ -118,6 +118,40 @@ class Scheduler:
         self.num_planned = self.config.max_step_tokens - budget
         return StepPlan(list(rows.values()), list(copies.values()))
 
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step after one that runs, if all that is unknown about it are its tokens: each sequence goes on by the one it is
+        about to get, but for those that it completes. Who ends otherwise has computed one token for nothing. None if somebody
+        waits, or if there is more to decide."""
+        running = self._running
+        if self._waiting or self._loading or self._asking or self.kv.num_free < 2 * len(running):
+            return None
+        going = []
+        for row in plan.rows:
+            sequence = running.get(row.sequence_id)
+            if sequence is None:
+                continue  # it has ended meanwhile
+            if row.sampling is None or len(row.tokens) != row.stop or sequence.search is not None:
+                return None
+            if row.stop == sequence.num_prompt and len(sequence.turn.sequences) > 1:
+                return None  # its siblings start from there
+            going.append((row, sequence))
+        if len(going) < len(running):
+            return None
+        self._now = self._clock.now()
+        self.expire(self._now)
+        rows, copies = [], []
+        for row, sequence in going:
+            if row.stop + 1 < sequence.limit:
+                assert sequence.table is not None
+                start, stop = row.stop, row.stop + 1
+                reservation = self.kv.extend(sequence.table, start, stop, self._now)
+                assert reservation is not None, "there was room for all"
+                rows.append(row._replace(start=start, stop=stop, blocks=sequence.table.blocks))
+                if reservation.copy is not None:
+                    copies.append(reservation.copy)
+        self.num_planned = len(rows)
+        return StepPlan(rows, copies) if rows else None
+
     def expire(self, now: float) -> float | None:
         """End what is kept for nobody any longer; when to look again."""
         self.jobs.review(now)
@@ -360,7 +394,10 @@ class Scheduler:
         new_tokens, logprobs, sampled = result.tokens, result.logprobs, 0
         candidates = iter(result.candidates)
         for sequence_id, tokens, _, stop, _, sampling, step in plan.rows:
-            sequence = running[sequence_id]
+            sequence = running.get(sequence_id)
+            if sequence is None:  # it ended while this step, planned before that, was under way
+                sampled += sampling is not None
+                continue
             if step is not None and step.tails:
                 self._expand(sequence, step, next(candidates))
                 continue
@@ -415,7 +452,9 @@ class Scheduler:
         earlier steps computed stays in the index."""
         for copy in plan.copies:
             self.kv.settle(copy)
-        turns = dict.fromkeys(self._running[row.sequence_id].turn for row in plan.rows)
+        turns = dict.fromkeys(
+            self._running[row.sequence_id].turn for row in plan.rows if row.sequence_id in self._running
+        )
         ended = [sequence for turn in turns for sequence in turn.sequences if sequence.status is not Status.FINISHED]
         for sequence in ended:
             self.finish(sequence, FinishReason.ERROR, error)

@@ -41,10 +41,10 @@ def make_inputs(rows: Sequence[Row], block_size: int, group_rows: int, tile_rows
     total, bounds = int(offsets[-1]), offsets.tolist()
     width = max(_num_blocks(row, block_size) for row in rows)
     tables = np.zeros((len(rows), width), np.int32)
-    tokens = np.empty(total, np.int32)
+    tokens = np.zeros(total, np.int32)
     for at, row in enumerate(rows):
-        is_group = _beams(row) is not None
-        tokens[bounds[at] : bounds[at + 1]] = row.tokens if is_group else row.tokens[row.start : row.stop]
+        known = row.tokens if _beams(row) is not None else row.tokens[row.start : row.stop]
+        tokens[bounds[at] : bounds[at] + len(known)] = known
         blocks = row.blocks[: _num_blocks(row, block_size)]
         tables[at, : len(blocks)] = blocks
     firsts = np.array([row.start for row in rows], np.int32)

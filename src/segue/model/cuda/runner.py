@@ -8,7 +8,7 @@ from torch import Tensor
 from segue.base.config import EngineConfig
 from segue.engine import StepPlan, StepResult
 from segue.model.cuda.backend import CudaBackend
-from segue.model.cuda.steps import CudaSteps
+from segue.model.cuda.steps import CudaSteps, Launched
 from segue.model.decoder import Decoder
 from segue.model.runner import ModelRunner
 from segue.model.sampler import is_plain, sample
@@ -34,16 +34,37 @@ class CudaRunner(ModelRunner):
         if not rows:
             return StepResult(())
         if step.tokens is not None and all(is_plain(row) for row in rows):
-            tokens = step.tokens.tolist()
-            if min(tokens) < 0:
-                raise ValueError("the model gave logits that are not numbers")
-            return StepResult(tokens)
+            return _checked(step.tokens.tolist())
         logits = self._decoder.logits(step.hidden) if step.logits is None else step.logits.float()
         return sample(logits, rows)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, after: Launched | None) -> Launched | None:
+        if after is None and not all(
+            row.sampling is not None and row.search is None and is_plain(row) for row in plan.rows
+        ):
+            return None
+        inputs = self._steps.fit(plan.rows)
+        if inputs is None:
+            return None
+        if plan.copies:
+            self._copy(plan.copies)
+        return self._steps.launch(inputs, plan.rows, after)
+
+    def land(self, ticket: Launched) -> StepResult:
+        ticket.done.synchronize()
+        return _checked(ticket.arrived.tolist())
 
     def forward(self, plan: StepPlan) -> Tensor:
         return self._decoder.logits(self._steps.run(plan.rows, needs_head=False).hidden)
 
     def close(self) -> None:
+        torch.cuda.synchronize(self.kv.device)
         del self._steps
         super().close()
+
+
+def _checked(tokens: list[int]) -> StepResult:
+    if tokens and min(tokens) < 0:
+        raise ValueError("the model gave logits that are not numbers")
+    return StepResult(tokens)

@@ -30,6 +30,15 @@ class Step(NamedTuple):
     tokens: Tensor | None
 
 
+class Launched(NamedTuple):
+    """A step under way: `arrived` holds its tokens once it is `done`."""
+
+    tokens: Tensor  # on the device, until the next step's
+    sequences: list[int]
+    arrived: Tensor
+    done: torch.cuda.Event
+
+
 class _Kind(NamedTuple):
     """What a recorded step is made for."""
 
@@ -65,7 +74,7 @@ class CudaSteps:
         sequences = min(max_sequences, rows)
         self._fixed = _Layout(
             (
-                *(rows,) * 5,
+                *(rows,) * 6,
                 rows + 1,
                 3,
                 rows * MOST_PIECES * FIELDS,
@@ -86,19 +95,58 @@ class CudaSteps:
         self._values = torch.empty(rows, kernels.PARTS, dtype=torch.float32, device=device)
         self._places = torch.empty(rows, kernels.PARTS, dtype=torch.int32, device=device)
         self._copied: torch.cuda.Event | None = None
+        self._turn = 0  # of two that tokens arrive in: one is read while the other is written
+        pin = device.type == "cuda"
+        self._arrived = [torch.zeros(rows, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
+        self._done = [torch.cuda.Event() for _ in range(2)] if pin else []
         self._recorded: dict[_Kind, _Recorded] = {}
         self._pool: tuple[int, int] | None = None
 
     def run(self, rows: Sequence[Row], *, needs_head: bool) -> Step:
         """Hidden states of the rows that are sampled from, in order."""
-        inputs = make_inputs(rows, self._block_size, self._backend.group_rows, self._backend.tile_rows)
+        inputs = self._inputs(rows)
         if not self._fits(inputs):
-            batch = self._batch(inputs)
-            hidden = self._decoder.hidden(batch, self._kv)
+            hidden = self._decoder.hidden(self._batch(inputs), self._kv)
             return Step(hidden, None, None)
+        return self._replay(inputs, needs_head=needs_head)
+
+    def fit(self, rows: Sequence[Row]) -> Inputs | None:
+        """For `launch`; None if these are too many."""
+        inputs = self._inputs(rows)
+        return inputs if self._fits(inputs) else None
+
+    def launch(self, inputs: Inputs, rows: Sequence[Row], after: Launched | None) -> Launched:
+        """Begin a step that samples the likeliest tokens; with `after`, those of the step before are its rows'."""
+        sources = None
+        if after is not None:
+            places = {sequence: at for at, sequence in enumerate(after.sequences)}
+            sources = np.array([places[row.sequence_id] for row in rows], np.int32)
+        step = self._replay(inputs, sources, after.tokens if after is not None else None, needs_head=True)
+        assert step.tokens is not None
+        self._turn ^= 1
+        arrived = self._arrived[self._turn][: len(step.tokens)]
+        arrived.copy_(step.tokens, non_blocking=True)
+        done = self._done[self._turn]
+        done.record()
+        sequences = [row.sequence_id for row in rows if row.sampling is not None]
+        return Launched(step.tokens, sequences, arrived, done)
+
+    def _inputs(self, rows: Sequence[Row]) -> Inputs:
+        return make_inputs(rows, self._block_size, self._backend.group_rows, self._backend.tile_rows)
+
+    def _replay(
+        self, inputs: Inputs, sources: IntArray | None = None, fed: Tensor | None = None, *, needs_head: bool
+    ) -> Step:
         kind = _Kind(_size(len(inputs.tokens)), bool(inputs.counts[1]), needs_head)
-        self._fill(inputs, kind.rows)
-        recorded = self._recorded.get(kind) or self._record(kind)
+        recorded = self._recorded.get(kind)
+        if recorded is None:
+            self._fill(inputs, kind.rows)
+            recorded = self._record(kind)
+        self._fill(inputs, kind.rows, sources)
+        if sources is not None and fed is not None:
+            count = len(sources)
+            tokens, places = self._device[self._fixed.slices[0]], self._device[self._fixed.slices[5]]
+            torch.index_select(fed, 0, places[:count], out=tokens[:count])
         recorded.graph.replay()
         count, step = len(inputs.samples), recorded.step
         return Step(
@@ -121,14 +169,27 @@ class CudaSteps:
 
     # Recorded steps
 
-    def _fill(self, inputs: Inputs, size: int) -> None:
+    def _fill(self, inputs: Inputs, size: int, from_rows: IntArray | None = None) -> None:
         """Into the buffer that graphs read. Rows beyond the step's own write to the null block, and attend to nothing."""
         if self._copied is not None:
             self._copied.synchronize()
         array: IntArray = self._host.numpy()
-        tokens, positions, slots, contexts, samples, starts, counts, own, shared, last, results, tails, tables = (
-            array[part] for part in self._fixed.slices
-        )
+        (
+            tokens,
+            positions,
+            slots,
+            contexts,
+            samples,
+            sources,
+            starts,
+            counts,
+            own,
+            shared,
+            last,
+            results,
+            tails,
+            tables,
+        ) = (array[part] for part in self._fixed.slices)
         count = len(inputs.tokens)
         for field, values in (
             (tokens, inputs.tokens),
@@ -139,6 +200,8 @@ class CudaSteps:
         ):
             field[: len(values)] = values
             field[len(values) : size] = 0
+        if from_rows is not None:
+            sources[: len(from_rows)] = from_rows
         starts[: count + 1] = inputs.starts
         starts[count + 1 : size + 1] = inputs.starts[-1]
         counts[:] = inputs.counts
@@ -155,7 +218,7 @@ class CudaSteps:
 
     def _static(self, kind: _Kind) -> Batch:
         """The buffer's arrays, as a step of this kind sees them."""
-        tokens, positions, slots, contexts, samples, starts, counts, own, shared, last, results, tails, tables = (
+        tokens, positions, slots, contexts, samples, _, starts, counts, own, shared, last, results, tails, tables = (
             self._device[part] for part in self._fixed.slices
         )
         by_block, by_slot = tables.view(-1, self._max_blocks), tails.view(-1, _TAIL)
