@@ -20,10 +20,10 @@ _MOST_LANES = 128  # query heads times rows, of a group's piece
 
 
 class Pieces(NamedTuple):
-    """A list of pieces, of which the first `count` are to be done, and the tables that they mean."""
+    """A list of pieces, of which the first few are to be done, and the tables that they mean."""
 
     pieces: Tensor  # [pieces, FIELDS]
-    count: Tensor  # [1]
+    num_pieces: Tensor  # [1]
     tables: Tensor
     rows: int = 1  # of a piece, at most
     by_slot: bool = False
@@ -126,7 +126,7 @@ class CudaBackend:
                 v_cache,
                 each.tables,
                 each.pieces,
-                each.count,
+                each.num_pieces,
                 step.contexts,
                 step.sums,
                 step.logs,

@@ -10,6 +10,9 @@ import numpy as np
 from segue.engine import Row, SearchStep
 from segue.model.cuda.work import Group, IntArray, plan_work
 
+MUCH = (
+    256  # tokens that sequences must have in common, to be read once for all of them; shared parts are multiples of it
+)
 FEW = 16  # new tokens of a sequence, up to which each is a row of its own
 
 
@@ -34,31 +37,38 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: int) -> Inputs:
-    """`group_rows`: of a group's piece, at most; `tile_rows`: of a tile."""
-    counts = np.array([row.stop - row.start for row in rows], np.int32)
-    offsets = np.zeros(len(rows) + 1, np.int32)
+    """`group_rows`: of a group's piece, at most; `tile_rows`: of a tile. Sequences whose first blocks are the same are put side
+    by side, in whatever order they are in the plan; `samples` is in the plan's."""
+    order = _side_by_side(rows, block_size)
+    placed = [rows[at] for at in order] if order is not None else rows
+    counts = np.array([row.stop - row.start for row in placed], np.int32)
+    offsets = np.zeros(len(placed) + 1, np.int32)
     np.cumsum(counts, out=offsets[1:])
     total, bounds = int(offsets[-1]), offsets.tolist()
-    width = max(_num_blocks(row, block_size) for row in rows)
-    tables = np.zeros((len(rows), width), np.int32)
+    width = max(_num_blocks(row, block_size) for row in placed)
+    tables = np.zeros((len(placed), width), np.int32)
     tokens = np.zeros(total, np.int32)
-    for at, row in enumerate(rows):
+    for at, row in enumerate(placed):
         known = row.tokens if _beams(row) is not None else row.tokens[row.start : row.stop]
         tokens[bounds[at] : bounds[at] + len(known)] = known
         blocks = row.blocks[: _num_blocks(row, block_size)]
         tables[at, : len(blocks)] = blocks
-    firsts = np.array([row.start for row in rows], np.int32)
-    sequence = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+    firsts = np.array([row.start for row in placed], np.int32)
+    sequence = np.repeat(np.arange(len(placed), dtype=np.int32), counts)
     positions = np.arange(total, dtype=np.int32) + np.repeat(firsts - offsets[:-1], counts)
     inside = np.minimum(positions // block_size, width - 1)  # of beams it is said below
     slots = tables[sequence, inside] * block_size + positions % block_size
     contexts = positions + 1
     begins, ends, of = np.zeros(total, np.int32), contexts.copy(), sequence
-    tiles = _tiles(rows, bounds, tile_rows)
+    tiles = _tiles(placed, bounds, tile_rows)
     for first, length, _, _ in tiles:
         ends[first : first + length] = 0
-    groups, tails = [], []
-    for at, row in enumerate(rows):
+    groups = _prefixes(placed, tables, bounds, block_size) if order is not None else []
+    for group in groups:
+        begins[group.first_row : group.first_row + group.num_rows] = group.num_shared
+    tails: list[IntArray] = []
+    is_beam = np.zeros(total, bool)
+    for at, row in enumerate(placed):
         step = _beams(row)
         if step is None:
             continue
@@ -67,21 +77,19 @@ def make_inputs(rows: Sequence[Row], block_size: int, group_rows: int, tile_rows
         positions[begin:end], slots[begin:end] = step.num_shared + own.shape[1] - 1, own[:, -1]
         contexts[begin:end] = positions[begin:end] + 1
         ends[begin:end] = own.shape[1]
-        of[begin:end] = np.arange(len(own)) + sum(len(each) for each in tails)
+        of[begin:end] = np.arange(len(own)) + sum(map(len, tails))
+        is_beam[begin:end] = True
         groups.append(Group(begin, end - begin, at, step.num_shared))
         tails.append(own)
     work = plan_work(begins, ends, of, groups, group_rows)
-    is_beam = np.zeros(total, bool)
-    for group in groups:
-        is_beam[group.first_row : group.first_row + group.num_rows] = True
-    mine = is_beam[work.own[:, 0]]
-    plain, last = (work.own[~mine], work.own[mine]) if groups else (work.own, work.own[:0])
+    mine = is_beam[work.own[:, 0]] if tails else None
+    plain, last = (work.own, work.own[:0]) if mine is None else (work.own[~mine], work.own[mine])
     return Inputs(
         tokens,
         positions,
         slots,
         contexts,
-        _samples(rows, bounds),
+        _samples(rows, bounds, order),
         work.starts,
         np.array([len(plain), len(work.shared), len(last)], np.int32),
         plain,
@@ -92,6 +100,41 @@ def make_inputs(rows: Sequence[Row], block_size: int, group_rows: int, tile_rows
         _padded(tails),
         np.array(tiles, np.int32).reshape(-1, 4),
     )
+
+
+def _side_by_side(rows: Sequence[Row], block_size: int) -> list[int] | None:
+    """An order in which those with the same first block follow each other; None if no two have, or have much in common."""
+    least = MUCH // block_size
+    firsts: dict[int, list[int]] = {}
+    for at, row in enumerate(rows):
+        if row.search is None and row.stop - row.start == 1 and len(row.blocks) > least:
+            firsts.setdefault(row.blocks[0], []).append(at)
+    if not any(len(group) > 1 for group in firsts.values()):
+        return None
+    order = [at for group in firsts.values() for at in group]
+    there = set(order)
+    return order + [at for at in range(len(rows)) if at not in there]
+
+
+def _prefixes(rows: Sequence[Row], tables: IntArray, bounds: list[int], block_size: int) -> list[Group]:
+    """Neighbours that begin with the same blocks, at least `MUCH` tokens of them."""
+    groups, at = [], 0
+    while at < len(rows):
+        end = at + 1
+        while end < len(rows) and _decodes(rows[at]) and _decodes(rows[end]) and tables[end, 0] == tables[at, 0]:
+            end += 1
+        if end - at > 1:
+            same = (tables[at:end] == tables[at]).all(0)
+            common = int(np.argmin(same)) if not same.all() else len(same)
+            common = min(common * block_size, min(row.start for row in rows[at:end]))
+            if (shared := common // MUCH * MUCH) > 0:
+                groups.append(Group(bounds[at], end - at, at, shared))
+        at = end
+    return groups
+
+
+def _decodes(row: Row) -> bool:
+    return row.search is None and row.stop - row.start == 1
 
 
 def _tiles(rows: Sequence[Row], bounds: list[int], most: int) -> list[tuple[int, int, int, int]]:
@@ -121,16 +164,22 @@ def _slots_of(row: Row, step: SearchStep, block_size: int) -> IntArray:
     return slots.astype(np.int32)
 
 
-def _samples(rows: Sequence[Row], bounds: list[int]) -> IntArray:
+def _samples(rows: Sequence[Row], bounds: list[int], order: list[int] | None) -> IntArray:
     """All beams; of others that sample or begin to search, the last token."""
+    if order is not None:
+        place = {at: new for new, at in enumerate(order)}
+        ends = [bounds[place[at] + 1] - 1 for at in range(len(rows))]
+        begins = [bounds[place[at]] for at in range(len(rows))]
+    else:
+        begins, ends = bounds, [bound - 1 for bound in bounds[1:]]
     if not any(row.search is not None for row in rows):
-        return np.array([bounds[at + 1] - 1 for at, row in enumerate(rows) if row.sampling is not None], np.int32)
+        return np.array([end for end, row in zip(ends, rows, strict=True) if row.sampling is not None], np.int32)
     chosen: list[int] = []
     for at, row in enumerate(rows):
         if _beams(row) is not None:
-            chosen += range(bounds[at], bounds[at + 1])
+            chosen += range(begins[at], ends[at] + 1)
         elif row.sampling is not None or row.search is not None:
-            chosen.append(bounds[at + 1] - 1)
+            chosen.append(ends[at])
     return np.array(chosen, np.int32)
 
 

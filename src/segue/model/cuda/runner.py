@@ -7,6 +7,7 @@ from torch import Tensor
 
 from segue.base.config import EngineConfig
 from segue.engine import StepPlan, StepResult
+from segue.model.cuda import search
 from segue.model.cuda.backend import CudaBackend
 from segue.model.cuda.steps import CudaSteps, Launched
 from segue.model.decoder import Decoder
@@ -26,8 +27,12 @@ class CudaRunner(ModelRunner):
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.copies:
             self._copy(plan.copies)
-        searches = any(row.search is not None for row in plan.rows)
-        step = self._steps.run(plan.rows, needs_head=not searches)
+        searches = [row.search for row in plan.rows if row.search is not None]
+        is_easy = all(search.is_plain(each) for each in searches)
+        step = self._steps.run(plan.rows, needs_head=is_easy)
+        if searches and len(searches) == len(plan.rows) and is_easy:
+            logits = self._decoder.raw_logits(step.hidden) if step.logits is None else step.logits
+            return StepResult((), candidates=search.expand(logits, searches))
         if searches:
             return self._choose(step.hidden, plan.rows)
         rows = [row for row in plan.rows if row.sampling is not None]
@@ -59,7 +64,8 @@ class CudaRunner(ModelRunner):
         return self._decoder.logits(self._steps.run(plan.rows, needs_head=False).hidden)
 
     def close(self) -> None:
-        torch.cuda.synchronize(self.kv.device)
+        if self.kv.device.type == "cuda":
+            torch.cuda.synchronize(self.kv.device)
         del self._steps
         super().close()
 

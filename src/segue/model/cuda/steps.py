@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,11 +39,31 @@ class Launched(NamedTuple):
     done: torch.cuda.Event
 
 
+class _Views(NamedTuple):
+    """`Inputs` on the device."""
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    contexts: Tensor
+    samples: Tensor
+    starts: Tensor
+    counts: Tensor
+    own: Tensor
+    shared: Tensor
+    last: Tensor
+    results: Tensor
+    tables: Tensor
+    tails: Tensor
+    tiles: Tensor
+
+
 class _Kind(NamedTuple):
     """What a recorded step is made for."""
 
     rows: int
-    has_groups: bool
+    has_shared: bool
+    has_tails: bool
     has_head: bool
 
 
@@ -98,9 +118,9 @@ class CudaSteps:
         self._turn = 0  # of two that tokens arrive in: one is read while the other is written
         pin = device.type == "cuda"
         self._arrived = [torch.zeros(rows, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
-        self._done = [torch.cuda.Event() for _ in range(2)] if pin else []
+        self._done = [torch.cuda.Event() for _ in range(2)] if pin else []  # type: ignore[no-untyped-call]
         self._recorded: dict[_Kind, _Recorded] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def run(self, rows: Sequence[Row], *, needs_head: bool) -> Step:
         """Hidden states of the rows that are sampled from, in order."""
@@ -120,7 +140,8 @@ class CudaSteps:
         sources = None
         if after is not None:
             places = {sequence: at for at, sequence in enumerate(after.sequences)}
-            sources = np.array([places[row.sequence_id] for row in rows], np.int32)
+            sources = np.zeros(len(inputs.tokens), np.int32)
+            sources[inputs.samples] = [places[row.sequence_id] for row in rows]
         step = self._replay(inputs, sources, after.tokens if after is not None else None, needs_head=True)
         assert step.tokens is not None
         self._turn ^= 1
@@ -137,7 +158,8 @@ class CudaSteps:
     def _replay(
         self, inputs: Inputs, sources: IntArray | None = None, fed: Tensor | None = None, *, needs_head: bool
     ) -> Step:
-        kind = _Kind(_size(len(inputs.tokens)), bool(inputs.counts[1]), needs_head)
+        _, shared, last = inputs.counts.tolist()
+        kind = _Kind(_size(len(inputs.tokens)), shared > 0, last > 0, needs_head)
         recorded = self._recorded.get(kind)
         if recorded is None:
             self._fill(inputs, kind.rows)
@@ -223,8 +245,9 @@ class CudaSteps:
         )
         by_block, by_slot = tables.view(-1, self._max_blocks), tails.view(-1, _TAIL)
         lists = [Pieces(own.view(-1, FIELDS), counts[:1], by_block)]
-        if kind.has_groups:
+        if kind.has_shared:
             lists.append(Pieces(shared.view(-1, FIELDS), counts[1:2], by_block, self._backend.group_rows))
+        if kind.has_tails:
             lists.append(Pieces(last.view(-1, FIELDS), counts[2:3], by_slot, by_slot=True))
         attention = Attention(lists, results, starts, contexts, None, by_block, self._sums, self._logs)
         rows = kind.rows
@@ -267,39 +290,31 @@ class CudaSteps:
         for part, array in zip(layout.slices, arrays, strict=True):
             whole[part] = array.ravel()
         there = host.to(device, non_blocking=True)
-        found = Inputs(*(there[part].view(array.shape) for part, array in zip(layout.slices, arrays, strict=True)))  # type: ignore[arg-type]
-        lists = []
-        for at, (made, table, rows) in enumerate(
-            (
-                (found.own, found.tables, 1),
-                (found.shared, found.tables, self._backend.group_rows),
-                (found.last, found.tails, 1),
+        found = _Views(*(there[part].view(array.shape) for part, array in zip(layout.slices, arrays, strict=True)))
+        lists = [
+            Pieces(made, found.counts[at : at + 1], table, rows, by_slot=at == 2)
+            for at, (made, table, rows) in enumerate(
+                (
+                    (found.own, found.tables, 1),
+                    (found.shared, found.tables, self._backend.group_rows),
+                    (found.last, found.tails, 1),
+                )
             )
-        ):
-            if len(made):
-                lists.append(Pieces(made, found.counts[at : at + 1], table, rows, by_slot=at == 2))  # type: ignore[arg-type]
+            if len(made)
+        ]
         results = len(inputs.results)
         sums = torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device)
         logs = torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device)
         tiles = found.tiles if len(inputs.tiles) else None
-        attention = Attention(
-            lists,
-            found.results,
+        attention = Attention(lists, found.results, found.starts, found.contexts, tiles, found.tables, sums, logs)
+        return Batch(
+            found.tokens,
+            found.positions,
+            found.slots,
+            found.tables,
             found.starts,
             found.contexts,
-            tiles,
-            found.tables,
-            sums,
-            logs,  # type: ignore[arg-type]
-        )
-        return Batch(
-            found.tokens,  # type: ignore[arg-type]
-            found.positions,  # type: ignore[arg-type]
-            found.slots,  # type: ignore[arg-type]
-            found.tables,  # type: ignore[arg-type]
-            found.starts,  # type: ignore[arg-type]
-            found.contexts,  # type: ignore[arg-type]
-            found.samples,  # type: ignore[arg-type]
+            found.samples,
             (),
             attention=attention,
         )
@@ -309,7 +324,7 @@ def _size(num_rows: int) -> int:
     return next(size for size in SIZES if size >= num_rows)
 
 
-def _capture(run: Callable[[], Step], pool: tuple[int, int] | None) -> _Recorded:
+def _capture(run: Callable[[], Step], pool: Any) -> _Recorded:
     """Once as it is, so that nothing is compiled or set up while it is recorded."""
     run()
     torch.cuda.synchronize()

@@ -1,0 +1,224 @@
+"""The kernels of the CUDA path, in Triton's interpreter: against the same in double precision, and a whole engine on them."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("where there is a device, tests/parity runs them there", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"
+
+from segue import BeamParams, Request, SamplingParams
+from segue.base.config import EngineConfig, Environment
+from segue.engine import EngineCore
+from segue.model.cuda import kernels
+from segue.model.cuda.backend import CudaBackend
+from segue.model.cuda.runner import CudaRunner
+from segue.model.cuda.work import FIELDS, MOST_PIECES, PIECE, Group, most_results, plan_work
+from segue.model.decoder import Decoder
+from segue.model.loading import open_model
+from segue.model.runner import ModelRunner
+from segue.model.torch_backend import TorchBackend
+
+SHAPES = [  # heads, kv heads, head_dim, block size, window, dtype
+    (4, 2, 64, 16, None, torch.float16),
+    (8, 2, 128, 16, 100, torch.float32),
+    (6, 2, 64, 32, None, torch.float32),
+]
+
+
+def error(found, wanted):
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+class Cache:
+    def __init__(self, kv_heads, dim, size, dtype, num_blocks=60):
+        self.k = torch.randn(num_blocks, kv_heads, size, dim).to(dtype)
+        self.v = torch.randn(num_blocks, kv_heads, size, dim).to(dtype)
+        self.size, self.num_blocks = size, num_blocks
+
+    def attend(self, q, slots, window, scale):
+        """Of one token, over what lies in these slots, in double precision."""
+        blocks, offsets = slots // self.size, slots % self.size
+        group = len(q) // self.k.shape[1]
+        k, v = (x[blocks, :, offsets].double().repeat_interleave(group, 1) for x in (self.k, self.v))
+        weights = torch.einsum("hd,chd->hc", q.double(), k) * scale
+        if window is not None:
+            weights[:, : max(len(slots) - window, 0)] = -torch.inf
+        return torch.einsum("hc,chd->hd", weights.softmax(-1), v)
+
+    def slots(self, table, context):
+        at = torch.arange(context)
+        return table[at // self.size].long() * self.size + at % self.size
+
+
+def run_pieces(q, cache, tables, lists, work, contexts, window, scale):
+    sums = torch.full((work.num_results, *q.shape[1:]), torch.nan)
+    logs = torch.full((work.num_results, q.shape[1], 2), torch.nan)
+    out = torch.full_like(q, torch.nan)
+    for pieces, rows in lists:
+        count = torch.tensor([len(pieces)], dtype=torch.int32)
+        made = torch.from_numpy(np.ascontiguousarray(pieces))
+        kernels.attend_pieces(
+            q, cache.k, cache.v, tables, made, count, contexts, sums, logs,
+            scale=scale, window=window, rows=rows, programs=3,
+        )  # fmt: skip
+    results = torch.from_numpy(np.ascontiguousarray(work.results))
+    kernels.merge_pieces(sums, logs, results, torch.from_numpy(work.starts), out)
+    return out
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size", "window", "dtype"), SHAPES)
+@pytest.mark.parametrize("shared", [0, 256])
+def test_tokens_by_themselves_and_in_groups(heads, kv_heads, dim, size, window, dtype, shared):
+    torch.manual_seed(1)
+    cache, scale = Cache(kv_heads, dim, size, dtype), dim**-0.5
+    contexts = [1, 17, 300, 520]
+    tables = torch.stack([torch.randperm(cache.num_blocks)[:40] for _ in range(3)]).int()
+    tables = torch.cat([tables, tables[2:]])
+    q = torch.randn(5, heads, dim).to(dtype)  # the last one is padding
+    begins = np.array([0, 0, shared, shared, 0], np.int32)
+    ends = np.array([*contexts, 0], np.int32)
+    groups = [Group(2, 2, 2, shared)] if shared else []
+    work = plan_work(begins, ends, np.array([0, 1, 2, 3, 0], np.int32), groups, 2)
+    lists = [(work.own, 1), *([(work.shared, 2)] if shared else [])]
+    out = run_pieces(q, cache, tables, lists, work, torch.from_numpy(ends), window, scale)
+    for at, context in enumerate(contexts):
+        wanted = cache.attend(q[at], cache.slots(tables[at], context), window, scale)
+        assert error(out[at], wanted) < 2e-3
+    assert not out[4].any()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size", "window", "dtype"), SHAPES)
+def test_prompts_in_tiles(heads, kv_heads, dim, size, window, dtype):
+    torch.manual_seed(2)
+    cache, scale = Cache(kv_heads, dim, size, dtype), dim**-0.5
+    tables = torch.stack([torch.randperm(cache.num_blocks)[:40] for _ in range(2)]).int()
+    count, first = 150, 30
+    q = torch.randn(count + 3, heads, dim).to(dtype)
+    out = torch.full_like(q, torch.nan)
+    tiles = [(3 + at, min(64, count - at), 1, first + at) for at in range(0, count, 64)]
+    kernels.attend_tiles(
+        q, cache.k, cache.v, tables, torch.tensor(tiles, dtype=torch.int32), out, scale=scale, window=window, rows=64
+    )
+    for at in range(0, count, 29):
+        wanted = cache.attend(q[3 + at], cache.slots(tables[1], first + at + 1), window, scale)
+        assert error(out[3 + at], wanted) < 2e-3
+    assert out[:3].isnan().all()
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size", "window", "dtype"), SHAPES)
+def test_rotation_goes_to_the_cache(heads, kv_heads, dim, size, window, dtype, has_norm):
+    torch.manual_seed(3)
+    cache, count = Cache(kv_heads, dim, size, dtype), 5
+    qkv = torch.randn(count, (heads + 2 * kv_heads) * dim).to(dtype)
+    q = torch.empty(count, heads, dim, dtype=dtype)
+    cos, sin = torch.randn(50, dim // 2), torch.randn(50, dim // 2)
+    positions = torch.randint(0, 50, (count,)).int()
+    slots = torch.randperm(cache.num_blocks * size)[:count].int()
+    norms = (torch.rand(dim).to(dtype), torch.rand(dim).to(dtype)) if has_norm else None
+    kernels.rope_store(qkv, q, cache.k, cache.v, norms, (cos, sin), positions, slots, 1e-6)
+
+    def turned(x, weight):
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double() if has_norm else x
+        left, right = x.chunk(2, -1)
+        c, s = (table[positions.long()].double()[:, None] for table in (cos, sin))
+        return torch.cat([left * c - right * s, right * c + left * s], -1)
+
+    given_heads = qkv.view(count, -1, dim).double()
+    weights = norms or (None, None)
+    blocks, offsets = slots.long() // size, slots.long() % size
+    assert error(q, turned(given_heads[:, :heads], weights[0])) < 1e-3
+    wanted = turned(given_heads[:, heads : heads + kv_heads], weights[1])
+    assert error(cache.k[blocks, :, offsets], wanted) < 1e-3
+    assert error(cache.v[blocks, :, offsets], given_heads[:, heads + kv_heads :]) < 1e-3
+
+
+def test_norms_and_gates():
+    torch.manual_seed(4)
+    x, residual, weight = torch.randn(3, 96), torch.randn(3, 96), torch.rand(96)
+    wanted = (x + residual).double()
+    out = torch.empty_like(x)
+    kernels.add_norm(x, residual, weight, 1e-5, out)
+    assert error(residual, wanted) < 1e-6
+    normed = wanted * torch.rsqrt(wanted.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    assert error(out, normed) < 1e-6
+    pair, gated = torch.randn(3, 200), torch.empty(3, 100)
+    kernels.gate(pair, gated)
+    assert error(gated, torch.nn.functional.silu(pair[:, :100].double()) * pair[:, 100:].double()) < 1e-6
+
+
+def test_the_likeliest_token_is_the_first_of_the_largest():
+    logits = torch.randn(5, 1000)
+    logits[1, 77] = logits[1, 800] = 50.0
+    logits[2, 0] = 60.0
+    logits[3, 999] = 60.0
+    logits[4, 500] = torch.nan
+    values, places = torch.empty(5, kernels.PARTS), torch.empty(5, kernels.PARTS, dtype=torch.int32)
+    tokens = torch.empty(5, dtype=torch.int32)
+    kernels.largest(logits, values, places, tokens)
+    assert tokens.tolist() == [int(logits[0].argmax()), 77, 0, 999, -1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    contexts=st.lists(st.integers(1, 40_000), min_size=1, max_size=12),
+    groups=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3000)), max_size=3),
+    most=st.integers(1, 4),
+)
+def test_work_covers_every_token_once(contexts, groups, most):
+    """Each row's results come from pieces that together are its context, once; nobody else's row is in them."""
+    made, begins, at = [], [0] * len(contexts), 0
+    for count, shared in groups:
+        count = min(count, len(contexts) - at)
+        if count < 1:
+            break
+        shared = min(shared, *contexts[at : at + count])
+        made.append(Group(at, count, at, shared))
+        begins[at : at + count] = [shared] * count
+        at += count
+    ends = np.array(contexts, np.int32)
+    work = plan_work(np.array(begins, np.int32), ends, np.arange(len(contexts), dtype=np.int32), made, most)
+    of = {}
+    for first, count, _, begin, end, result in np.concatenate([work.own, work.shared]).reshape(-1, FIELDS).tolist():
+        assert 1 <= count <= most
+        for row in range(count):
+            assert result + row not in of
+            of[result + row] = (first + row, begin, end)
+    assert sorted(of) == list(range(work.num_results)) and work.num_results <= most_results(len(contexts))
+    for row, context in enumerate(contexts):
+        pieces = sorted(of[at] for at in work.results[work.starts[row] : work.starts[row + 1]].tolist())
+        assert all(each[0] == row for each in pieces)
+        covered = [position for _, begin, end in pieces for position in (begin, end)]
+        assert covered[0] == 0 and covered[-1] == context
+        assert all(covered[at] == covered[at + 1] for at in range(1, len(covered) - 1, 2))
+        assert len(pieces) <= 2 * MOST_PIECES and all(end - begin <= max(PIECE, context) for _, begin, end in pieces)
+
+
+def test_an_engine_on_them_answers_as_on_torch():
+    """Prompts in chunks, decoding beside them, a prompt that two share, and a search: the same tokens."""
+    loaded = open_model("tiny", Environment.read().cache_dir)
+    device = torch.device("cpu")
+
+    def answers(backend_class, runner_class):
+        backend = backend_class(loaded.spec, torch.float32, device, 512)
+        config = EngineConfig(96, 16, 64, 16, 512)
+        runner = runner_class(Decoder(loaded.spec, loaded.weights, backend), backend, config)
+        with EngineCore(runner, config, vocab_size=loaded.spec.vocab_size) as engine:
+            long = [7 + at % 90 for at in range(300)]
+            params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+            engine.generate([long], params)  # from here on its blocks are shared
+            prompts = [[5, 6, 7], [9 + at % 50 for at in range(40)], [*long, 3], [*long, 4]]
+            found = [result.token_ids for result in engine.generate(prompts, params)]
+            beam = BeamParams(width=4, max_tokens=3, ignore_eos=True)
+            search = engine.generate(Request(prompts[1], beam=beam))[0]
+            engine.check()
+            return found, [(line.token_ids, pytest.approx(line.score, abs=1e-3)) for line in search.beams]
+
+    assert answers(CudaBackend, CudaRunner) == answers(TorchBackend, ModelRunner)
