@@ -1,7 +1,5 @@
 """The kernels of the CUDA path, in Triton's interpreter: against the same in double precision, and a whole engine on them."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("where there is a device, tests/parity runs them there", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"
 
 from segue import BeamParams, Request, SamplingParams
 from segue.base.config import EngineConfig, Environment

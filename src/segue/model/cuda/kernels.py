@@ -191,7 +191,23 @@ def _attend_tiles(
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(first - window + 1, 0) // TILE * TILE
-    for start in range(begin, first + num_rows, TILE):
+    whole = (first + 1) // TILE * TILE  # up to here every query sees every key
+    if HAS_WINDOW:
+        whole = begin
+    for start in range(begin, whole, TILE):
+        place = start + tl.arange(0, TILE)
+        block = tl.load(tables + table + place // SIZE).to(tl.int64)
+        source = block * block_stride + ((head // GROUP) * SIZE + place % SIZE) * DIM
+        keys = tl.load(k_cache + source[:, None] + at[None, :])
+        weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
+        new_peak = tl.maximum(peak, tl.max(weights, 1))
+        weights = tl.exp2(weights - new_peak[:, None])
+        fade = tl.exp2(peak - new_peak)
+        values = tl.load(v_cache + source[:, None] + at[None, :])
+        mass = mass * fade + tl.sum(weights, 1)
+        total = total * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        peak = new_peak
+    for start in range(whole, first + num_rows, TILE):
         place = start + tl.arange(0, TILE)
         inside = place < first + num_rows
         block = tl.load(tables + table + place // SIZE, mask=inside, other=0).to(tl.int64)
@@ -212,6 +228,18 @@ def _attend_tiles(
         peak = new_peak
     mass = tl.where(mass > 0.0, mass, 1.0)
     tl.store(out + query[:, None] + at[None, :], (total / mass[:, None]).to(out.dtype.element_ty), mask=used[:, None])
+
+
+@triton.jit
+def _copy_blocks(kv, pairs, block_elements, layer_elements, BLOCK: tl.constexpr):
+    """One block of one layer's keys or values."""
+    source = tl.load(pairs + tl.program_id(0) * 2).to(tl.int64) * block_elements
+    target = tl.load(pairs + tl.program_id(0) * 2 + 1).to(tl.int64) * block_elements
+    layer = kv + tl.program_id(1).to(tl.int64) * layer_elements
+    for start in range(0, block_elements, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < block_elements
+        tl.store(layer + target + at, tl.load(layer + source + at, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -360,3 +388,10 @@ def largest(logits: Tensor, values: Tensor, places: Tensor, tokens: Tensor) -> N
     rows, vocab = logits.shape
     _largest_parts[(rows, PARTS)](logits, values, places, vocab, triton.cdiv(vocab, PARTS), BLOCK=1024, num_warps=4)
     _largest_of_parts[(rows,)](values, places, tokens, PARTS=PARTS, num_warps=1)
+
+
+def copy_blocks(kv: Tensor, pairs: Tensor) -> None:
+    """In all layers: `pairs[i]` is a source and a target, none of which is another's source."""
+    layers, two = kv.shape[:2]
+    block = kv.stride(2)
+    _copy_blocks[(len(pairs), layers * two)](kv, pairs, block, kv.stride(1), BLOCK=4096, num_warps=4)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from segue.base.config import EngineConfig
 from segue.engine import StepPlan, StepResult
-from segue.model.cuda import search
+from segue.kv import Copy
+from segue.model.cuda import kernels, search
 from segue.model.cuda.backend import CudaBackend
 from segue.model.cuda.steps import CudaSteps, Launched
 from segue.model.decoder import Decoder
@@ -28,11 +31,12 @@ class CudaRunner(ModelRunner):
         if plan.copies:
             self._copy(plan.copies)
         searches = [row.search for row in plan.rows if row.search is not None]
-        is_easy = all(search.is_plain(each) for each in searches)
-        step = self._steps.run(plan.rows, needs_head=is_easy)
-        if searches and len(searches) == len(plan.rows) and is_easy:
-            logits = self._decoder.raw_logits(step.hidden) if step.logits is None else step.logits
-            return StepResult((), candidates=search.expand(logits, searches))
+        if searches and len(searches) == len(plan.rows) and all(map(search.is_plain, searches)):
+            count = max(each.num_candidates for each in searches)
+            step = self._steps.run(plan.rows, needs_head=True, num_candidates=count)
+            assert step.best is not None
+            return StepResult((), candidates=search.expand(step.best, searches))
+        step = self._steps.run(plan.rows, needs_head=not searches)
         if searches:
             return self._choose(step.hidden, plan.rows)
         rows = [row for row in plan.rows if row.sampling is not None]
@@ -62,6 +66,12 @@ class CudaRunner(ModelRunner):
 
     def forward(self, plan: StepPlan) -> Tensor:
         return self._decoder.logits(self._steps.run(plan.rows, needs_head=False).hidden)
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        pairs = torch.tensor([(copy.src, copy.dst) for copy in copies], dtype=torch.int32)
+        if self.kv.device.type == "cuda":
+            pairs = pairs.pin_memory().to(self.kv.device, non_blocking=True)
+        kernels.copy_blocks(self.kv, pairs)
 
     def close(self) -> None:
         if self.kv.device.type == "cuda":

@@ -15,37 +15,41 @@ def is_plain(step: SearchStep) -> bool:
     return step.constraint is None and not step.params.allowed_token_ids and step.params.temperature == 0.0
 
 
-def expand(logits: Tensor, steps: Sequence[SearchStep]) -> list[Candidates]:
-    """`logits` has a row for each beam, group after group. Each group's candidates are among the best of each of its beams, so
-    two small choices take the place of a large one; all that comes back comes in one copy."""
-    device = logits.device
+def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens of each row, and their log-probabilities."""
+    top, tokens = logits.topk(min(count, logits.shape[1]), dim=-1)
+    return tokens, top.float() - logits.float().logsumexp(-1, keepdim=True)
+
+
+def expand(best: tuple[Tensor, Tensor], steps: Sequence[SearchStep]) -> list[Candidates]:
+    """`best` has a row for each beam, group after group. A group's candidates are among the best of each of its beams, so two
+    small choices take the place of a large one; all that comes back comes in one copy."""
+    tokens, logprobs = best
+    device, most, groups = tokens.device, tokens.shape[1], len(steps)
     widths = [len(step.scores) for step in steps]
-    before = [score for step in steps for score in step.scores]
-    scores = torch.tensor(before, dtype=torch.float32).to(device, non_blocking=True)
-    most = min(max(step.num_candidates for step in steps), logits.shape[1])
-    top, tokens = logits.topk(most, dim=-1)
-    totals = top.float() - logits.float().logsumexp(-1, keepdim=True) + scores[:, None]
-    groups, widest = len(steps), max(widths)
+    widest = max(widths)
+    before = torch.full((groups, widest), -torch.inf)
+    for number, step in enumerate(steps):
+        before[number, : widths[number]] = torch.tensor(step.scores)
+    scores = before.to(device, non_blocking=True)
     if min(widths) < widest:
-        padded = torch.full((groups, widest, most), -torch.inf, device=device)
-        places = torch.full((groups, widest, most), 0, dtype=tokens.dtype, device=device)
+        place = torch.zeros((groups, widest), dtype=torch.long)
         at = 0
         for number, width in enumerate(widths):
-            padded[number, :width], places[number, :width] = totals[at : at + width], tokens[at : at + width]
+            place[number, :width] = torch.arange(at, at + width)
             at += width
-        totals, tokens = padded, places
-    count = min(most, widest * most)
-    best, where = totals.view(groups, -1).topk(count, dim=-1)
-    chosen = tokens.view(groups, -1).gather(1, where)
-    packed = torch.stack([best.view(torch.int32), (where // most).int(), chosen.int()]).cpu()
-    values, beams, ids = packed[0].view(torch.float32).tolist(), packed[1].tolist(), packed[2].tolist()
+        rows = place.flatten().to(device)
+        tokens, logprobs = tokens[rows], logprobs[rows]
+    totals = logprobs.view(groups, widest, most) + scores[:, :, None]
+    values, where = totals.view(groups, -1).topk(most, dim=-1)
+    chosen = tokens.reshape(groups, -1).gather(1, where)
+    packed = torch.stack([values.view(torch.int32), where.int(), chosen.int()]).cpu()
+    numbers, places, ids = packed[0].view(torch.float32).tolist(), packed[1].tolist(), packed[2].tolist()
     found = []
     for number, (step, width) in enumerate(zip(steps, widths, strict=True)):
         kept = min(step.num_candidates, width * most)
-        if values[number][0] != values[number][0]:
+        if numbers[number][0] != numbers[number][0]:
             raise ValueError("the model gave logits that are not numbers")
-        nothing = [0] * kept
-        found.append(
-            Candidates(beams[number][:kept], ids[number][:kept], values[number][:kept], nothing, [False] * kept)
-        )
+        beams = [place // most for place in places[number][:kept]]
+        found.append(Candidates(beams, ids[number][:kept], numbers[number][:kept], [0] * kept, [False] * kept))
     return found

@@ -14,6 +14,7 @@ from segue.model.batch import Batch
 from segue.model.cuda import kernels
 from segue.model.cuda.backend import Attention, CudaBackend, Pieces
 from segue.model.cuda.inputs import Inputs, make_inputs
+from segue.model.cuda.search import best_tokens
 from segue.model.cuda.work import FIELDS, MOST_PIECES, IntArray, most_results
 from segue.model.decoder import Decoder
 
@@ -23,11 +24,19 @@ _TAIL = 64  # tokens that a beam of a recorded step has for itself, at most
 
 
 class Step(NamedTuple):
-    """What came of a step: valid until the next one. `tokens` are the likeliest of each row, where the head was asked for."""
+    """What came of a step: valid until the next one. `tokens` are the likeliest of each row, where the head was asked for; for
+    a search, `best` are those that it looks at, and their log-probabilities."""
 
     hidden: Tensor
-    logits: Tensor | None
-    tokens: Tensor | None
+    logits: Tensor | None = None
+    tokens: Tensor | None = None
+    best: tuple[Tensor, Tensor] | None = None
+
+    def cut(self, count: int) -> Step:
+        """The first rows."""
+        best = (self.best[0][:count], self.best[1][:count]) if self.best is not None else None
+        logits, tokens = (each[:count] if each is not None else None for each in (self.logits, self.tokens))
+        return Step(self.hidden[:count], logits, tokens, best)
 
 
 class Launched(NamedTuple):
@@ -62,9 +71,11 @@ class _Kind(NamedTuple):
     """What a recorded step is made for."""
 
     rows: int
+    has_own: bool
     has_shared: bool
     has_tails: bool
     has_head: bool
+    num_candidates: int = 0  # of each row, that a search looks at
 
 
 class _Recorded(NamedTuple):
@@ -122,13 +133,15 @@ class CudaSteps:
         self._recorded: dict[_Kind, _Recorded] = {}
         self._pool: Any = None
 
-    def run(self, rows: Sequence[Row], *, needs_head: bool) -> Step:
-        """Hidden states of the rows that are sampled from, in order."""
+    def run(self, rows: Sequence[Row], *, needs_head: bool, num_candidates: int = 0) -> Step:
+        """Of the rows that are sampled from, in order. With `num_candidates`, so many of each, for a search."""
         inputs = self._inputs(rows)
         if not self._fits(inputs):
             hidden = self._decoder.hidden(self._batch(inputs), self._kv)
-            return Step(hidden, None, None)
-        return self._replay(inputs, needs_head=needs_head)
+            if not num_candidates:
+                return Step(hidden)
+            return Step(hidden, best=best_tokens(self._decoder.raw_logits(hidden), num_candidates))
+        return self._replay(inputs, needs_head=needs_head, num_candidates=num_candidates)
 
     def fit(self, rows: Sequence[Row]) -> Inputs | None:
         """For `launch`; None if these are too many."""
@@ -156,10 +169,16 @@ class CudaSteps:
         return make_inputs(rows, self._block_size, self._backend.group_rows, self._backend.tile_rows)
 
     def _replay(
-        self, inputs: Inputs, sources: IntArray | None = None, fed: Tensor | None = None, *, needs_head: bool
+        self,
+        inputs: Inputs,
+        sources: IntArray | None = None,
+        fed: Tensor | None = None,
+        *,
+        needs_head: bool,
+        num_candidates: int = 0,
     ) -> Step:
-        _, shared, last = inputs.counts.tolist()
-        kind = _Kind(_size(len(inputs.tokens)), shared > 0, last > 0, needs_head)
+        own, shared, last = inputs.counts.tolist()
+        kind = _Kind(_size(len(inputs.tokens)), own > 0, shared > 0, last > 0, needs_head, num_candidates)
         recorded = self._recorded.get(kind)
         if recorded is None:
             self._fill(inputs, kind.rows)
@@ -170,12 +189,7 @@ class CudaSteps:
             tokens, places = self._device[self._fixed.slices[0]], self._device[self._fixed.slices[5]]
             torch.index_select(fed, 0, places[:count], out=tokens[:count])
         recorded.graph.replay()
-        count, step = len(inputs.samples), recorded.step
-        return Step(
-            step.hidden[:count],
-            step.logits[:count] if step.logits is not None else None,
-            step.tokens[:count] if step.tokens is not None else None,
-        )
+        return recorded.step.cut(len(inputs.samples))
 
     def _fits(self, inputs: Inputs) -> bool:
         return (
@@ -244,7 +258,9 @@ class CudaSteps:
             self._device[part] for part in self._fixed.slices
         )
         by_block, by_slot = tables.view(-1, self._max_blocks), tails.view(-1, _TAIL)
-        lists = [Pieces(own.view(-1, FIELDS), counts[:1], by_block)]
+        lists = []
+        if kind.has_own:
+            lists.append(Pieces(own.view(-1, FIELDS), counts[:1], by_block))
         if kind.has_shared:
             lists.append(Pieces(shared.view(-1, FIELDS), counts[1:2], by_block, self._backend.group_rows))
         if kind.has_tails:
@@ -268,8 +284,10 @@ class CudaSteps:
 
         def run() -> Step:
             hidden = self._decoder.hidden(batch, self._kv)
+            if kind.num_candidates:
+                return Step(hidden, best=best_tokens(self._decoder.raw_logits(hidden), kind.num_candidates))
             if not kind.has_head:
-                return Step(hidden, None, None)
+                return Step(hidden)
             logits = self._decoder.raw_logits(hidden)
             tokens = torch.empty(kind.rows, dtype=torch.int32, device=self._backend.device)
             kernels.largest(logits, self._values, self._places, tokens)

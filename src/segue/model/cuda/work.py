@@ -5,8 +5,8 @@
     row 2   |                              |- own -|
     row 3   |-------------- own --------------|
 
-A context is cut into pieces of 256 tokens, or into sixteen where that would be more: by its own length alone, so that the sum is
-the same whatever else is in the step.
+A context is cut into pieces of 128 tokens, or into thirty-two where that would be more: by its own length alone, so that its
+sum is the same whatever else is in the step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-PIECE = 256
-MOST_PIECES = 16  # of one stretch; a long one has longer pieces
+PIECE = 128
+MOST_PIECES = 32  # of one stretch; a long one has longer pieces
 FIELDS = 6  # of a piece: first row, rows, table, begin, end, first result
 _STEP = 64
 
