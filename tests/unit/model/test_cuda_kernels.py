@@ -16,7 +16,8 @@ from segue.engine import EngineCore
 from segue.model.cuda import kernels
 from segue.model.cuda.backend import CudaBackend
 from segue.model.cuda.runner import CudaRunner
-from segue.model.cuda.work import FIELDS, MOST_PIECES, PIECE, Group, most_results, plan_work
+from segue.model.cuda.search import best_tokens
+from segue.model.cuda.work import FIELDS, MOST_PIECES, WHOLE, Group, most_results, plan_work
 from segue.model.decoder import Decoder
 from segue.model.loading import open_model
 from segue.model.runner import ModelRunner
@@ -163,6 +164,27 @@ def test_the_likeliest_token_is_the_first_of_the_largest():
     assert tokens.tolist() == [int(logits[0].argmax()), 77, 0, 999, -1]
 
 
+@pytest.mark.parametrize("vocab", [130, 6000])
+def test_the_best_of_a_vocabulary(vocab):
+    torch.manual_seed(5)
+    logits = torch.randn(4, vocab)
+    logits[2] *= 100
+    tokens, logprobs = best_tokens(logits, 20)
+    wanted, order = logits.double().log_softmax(-1).topk(20, dim=-1)
+    assert tokens.tolist() == order.tolist()
+    assert torch.allclose(logprobs.double(), wanted, atol=1e-4)
+    logits[1, 7] = torch.nan
+    assert best_tokens(logits, 20)[1][1].isnan().any()
+
+
+def test_blocks_are_copied_in_every_layer():
+    kv = torch.randn(3, 2, 9, 2, 4, 16)
+    wanted = kv.clone()
+    wanted[:, :, [5, 8]] = wanted[:, :, [1, 2]]
+    kernels.copy_blocks(kv, torch.tensor([[1, 5], [2, 8]], dtype=torch.int32))
+    assert torch.equal(kv, wanted)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     contexts=st.lists(st.integers(1, 40_000), min_size=1, max_size=12),
@@ -195,7 +217,7 @@ def test_work_covers_every_token_once(contexts, groups, most):
         covered = [position for _, begin, end in pieces for position in (begin, end)]
         assert covered[0] == 0 and covered[-1] == context
         assert all(covered[at] == covered[at + 1] for at in range(1, len(covered) - 1, 2))
-        assert len(pieces) <= 2 * MOST_PIECES and all(end - begin <= max(PIECE, context) for _, begin, end in pieces)
+        assert len(pieces) <= 2 * MOST_PIECES and all(end - begin <= max(WHOLE, context) for _, begin, end in pieces)
 
 
 def test_an_engine_on_them_answers_as_on_torch():

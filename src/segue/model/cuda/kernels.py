@@ -243,6 +243,21 @@ def _copy_blocks(kv, pairs, block_elements, layer_elements, BLOCK: tl.constexpr)
 
 
 @triton.jit
+def _survey(logits, maxima, logs, vocab, num_chunks, CHUNK: tl.constexpr, MANY: tl.constexpr):
+    """The largest of each `CHUNK` logits, and of all that a program sees, the logarithm of the exponentials' sum."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1) * MANY + tl.arange(0, MANY)
+    at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    found = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    best = tl.max(found, 1)
+    tl.store(maxima + row * num_chunks + chunk, best, mask=chunk < num_chunks)
+    top = tl.max(best, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    mass = tl.sum(tl.sum(tl.exp2((found - top) * LOG2E), 1), 0)
+    tl.store(logs + row * tl.num_programs(1) + tl.program_id(1), top + tl.log2(mass) / LOG2E)
+
+
+@triton.jit
 def _largest_parts(logits, values, places, vocab, each, BLOCK: tl.constexpr):
     """The first of a part's largest numbers, and where it is; a NaN is larger than all."""
     row = tl.program_id(0).to(tl.int64)
@@ -395,3 +410,18 @@ def copy_blocks(kv: Tensor, pairs: Tensor) -> None:
     layers, two = kv.shape[:2]
     block = kv.stride(2)
     _copy_blocks[(len(pairs), layers * two)](kv, pairs, block, kv.stride(1), BLOCK=4096, num_warps=4)
+
+
+CHUNK = 64  # logits that are represented by their largest
+_CHUNKS = 32  # of them, that one program looks at
+
+
+def survey(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each run of `CHUNK` logits, and each row's logarithm of the sum of exponentials: in one reading."""
+    rows, vocab = logits.shape
+    num_chunks = triton.cdiv(vocab, CHUNK)
+    programs = triton.cdiv(num_chunks, _CHUNKS)
+    maxima = torch.empty(rows, num_chunks, dtype=torch.float32, device=logits.device)
+    logs = torch.empty(rows, programs, dtype=torch.float32, device=logits.device)
+    _survey[(rows, programs)](logits, maxima, logs, vocab, num_chunks, CHUNK=CHUNK, MANY=_CHUNKS, num_warps=4)
+    return maxima, logs.logsumexp(-1)

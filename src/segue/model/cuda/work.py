@@ -5,8 +5,8 @@
     row 2   |                              |- own -|
     row 3   |-------------- own --------------|
 
-A context is cut into pieces of 128 tokens, or into thirty-two where that would be more: by its own length alone, so that its
-sum is the same whatever else is in the step.
+A context of more than 256 tokens is cut into pieces of 128, or into thirty-two where that would be more: by its own length
+alone, so that its sum is the same whatever else is in the step.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 PIECE = 128
+WHOLE = 256  # tokens that are not cut
 MOST_PIECES = 32  # of one stretch; a long one has longer pieces
 FIELDS = 6  # of a piece: first row, rows, table, begin, end, first result
 _STEP = 64
@@ -49,7 +50,7 @@ class Work(NamedTuple):
 
 def piece_length(num_tokens: IntArray) -> IntArray:
     by_count = -(-num_tokens // (MOST_PIECES * _STEP)) * _STEP
-    return np.maximum(by_count, PIECE).astype(np.int32)
+    return np.where(num_tokens <= WHOLE, WHOLE, np.maximum(by_count, PIECE)).astype(np.int32)
 
 
 def most_results(num_rows: int) -> int:
