@@ -1,21 +1,17 @@
-"""The engine on a CUDA device, beside vLLM where it can be imported, and beside what the memory's speed allows.
+"""The engine on a CUDA device, beside what the memory's speed allows.
 
-    python benchmarks/gpu.py [--shape qwen3-1.7b|llama-8b] [--only decode,first,beams,forks,profile] [--vllm]
+    python benchmarks/gpu.py [--shape qwen3-1.7b|llama-8b] [--only decode,first,beams,forks,profile]
 
-Weights are random and in bf16: how fast a step is does not depend on them. Each figure is the least of several rounds, as the
-peer's are. The floor of a decode step is one read of the weights.
+Weights are random and in bf16: how fast a step is does not depend on them. Each figure is the least of several rounds. The floor
+of a decode step is one read of the weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import torch
 
@@ -93,11 +89,10 @@ def decode(engine: Engine, prompt: Prompts) -> None:
         short, long = (SamplingParams(max_tokens=count, **GREEDY) for count in (32, 160))
         timed(engine, prompts, long, detokenize=False)
 
-        def run(prompts=prompts, short=short, long=long) -> float:
-            one = timed(engine, prompts, short, detokenize=False)
-            return (timed(engine, prompts, long, detokenize=False) - one) / 128
+        def run(params: SamplingParams, prompts=prompts) -> float:
+            return least(lambda: timed(engine, prompts, params, detokenize=False), 5)
 
-        print(f"decode step, batch {batch}: {least(run, 4) * 1e3:.3f} ms", flush=True)
+        print(f"decode step, batch {batch}: {(run(long) - run(short)) / 128 * 1e3:.3f} ms", flush=True)
 
 
 def first(engine: Engine, prompt: Prompts) -> None:
@@ -194,12 +189,6 @@ def profile(engine: Engine, prompt: Prompts) -> None:
             print(f"   {spent:8.1f} µs  {name}")
         while engine.has_work:
             engine.step()
-
-
-def peer(shape: str) -> None:
-    """vLLM in a process of its own."""
-    script = Path(__file__).with_name("peer_vllm_gpu.py")
-    subprocess.run([sys.executable, str(script), json.dumps(SHAPES[shape])], check=False)
 
 
 PARTS = {"decode": decode, "first": first, "beams": beams, "forks": forks, "profile": profile}

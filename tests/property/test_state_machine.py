@@ -18,7 +18,7 @@ from segue.base.errors import InvalidRequest, NoRoom, RequestTooLong, StateError
 from segue.base.types import FinishReason, SamplingParams
 from segue.engine import EngineCore, Request, hand_over
 from segue.state import State
-from tests.fakes import FakeExecutor, expected
+from tests.fakes import FakeExecutor, PipelinedFake, expected
 
 PROMPTS = st.lists(st.sampled_from([1, 1, 1, 2, 3]), min_size=1, max_size=20)
 HOLDS = st.sampled_from([False, True, 0.5, 3.0])
@@ -42,6 +42,8 @@ class Asked:
 
 
 class StateMachine(RuleBasedStateMachine):
+    fake = FakeExecutor
+
     @initialize(
         blocks=st.tuples(st.integers(3, 20), st.integers(3, 20)),
         sizes=st.tuples(st.sampled_from([1, 2, 4, 5]), st.sampled_from([1, 3, 4])),
@@ -54,7 +56,7 @@ class StateMachine(RuleBasedStateMachine):
         self.clock = VirtualClock()
         self.engines = [
             EngineCore(
-                FakeExecutor(count, size),
+                self.fake(count, size),
                 EngineConfig(count, size, 12, running, MAX_LEN, caching, max_states=max_states, lease_quota=quota),
                 clock=self.clock,
             )
@@ -328,3 +330,13 @@ class StateMachine(RuleBasedStateMachine):
 
 TestStateMachine = StateMachine.TestCase
 TestStateMachine.settings = settings(stateful_step_count=40)
+
+
+class PipelinedStateMachine(StateMachine):
+    """The same, while each step begins before the last one's tokens are known."""
+
+    fake = PipelinedFake
+
+
+TestPipelinedStateMachine = PipelinedStateMachine.TestCase
+TestPipelinedStateMachine.settings = settings(stateful_step_count=40)

@@ -13,6 +13,7 @@ from segue.bench.play import Played, Player, check_fits
 from segue.bench.workload import Run, Texts, Workload
 from segue.engine import EngineCore
 from segue.engine.executor import StepPlan
+from segue.engine.outputs import Delta
 from segue.model.engine import Engine
 from segue.model.spec import ModelSpec
 from segue.sim.costs import StepCosts, Work
@@ -56,14 +57,24 @@ def play_locally(
     *,
     progress: Callable[[int, int], None] | None = None,
     sample_seconds: float | None = None,
+    steps: list[Step] | None = None,
     **options: Any,
 ) -> Played:
-    """In real time. `options` are those of `Engine`."""
+    """In real time. `options` are those of `Engine`; what its steps took is added to `steps`."""
     with Engine(model, policy=make_contestant(policy, workload), tiers=tiers, **options) as engine:
         check_fits(workload, engine)
         warm_up(engine)
         texts = Texts(engine.model.spec.vocab_size)
-        return Player(workload, engine, texts=texts, progress=progress, sample_seconds=sample_seconds).play()
+        timer = StepTimer(engine, steps) if steps is not None else None
+        player = Player(
+            workload,
+            engine,
+            texts=texts,
+            progress=progress,
+            sample_seconds=sample_seconds,
+            step=timer.step if timer is not None else None,
+        )
+        return player.play()
 
 
 def warm_up(engine: EngineCore) -> None:
@@ -72,23 +83,28 @@ def warm_up(engine: EngineCore) -> None:
 
 
 class StepTimer:
-    """Takes an engine's steps and remembers what each had to do and how long all of it took."""
+    """Takes an engine's steps and remembers what each had to do and how long all of it took: from the end of the last one, if
+    there was more to do."""
 
-    def __init__(self, engine: EngineCore) -> None:
-        self.steps: list[Step] = []
+    def __init__(self, engine: EngineCore, steps: list[Step] | None = None) -> None:
+        self.steps: list[Step] = steps if steps is not None else []
         self._engine = engine
         self._work: Work | None = None
+        self._ended: float | None = None
         engine.watch = self._see
 
     def _see(self, plan: StepPlan) -> None:
         self._work = Work.of(plan)
 
-    def step(self) -> None:
+    def step(self) -> list[Delta]:
         self._work = None
-        began = time.perf_counter()
-        self._engine.step()
+        began = time.perf_counter() if self._ended is None else self._ended
+        deltas = self._engine.step()
+        now = time.perf_counter()
         if self._work is not None:
-            self.steps.append(Step(self._work, time.perf_counter() - began))
+            self.steps.append(Step(self._work, now - began))
+        self._ended = now if self._engine.has_work else None
+        return deltas
 
 
 def measure_steps(engine: Engine, seed: int = 0, rounds: int = 3) -> list[Step]:

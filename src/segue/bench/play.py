@@ -125,9 +125,11 @@ class Player:
         turn_seconds: float = 0.0,
         sample_seconds: float | None = None,
         progress: Callable[[int, int], None] | None = None,
+        step: Callable[[], list[Delta]] | None = None,
     ) -> None:
         """`turn_seconds`: what a turn takes besides the engine, on its way there and back. `sample_seconds`: how often blocks are
-        counted by what they are for. `progress` is told how many jobs of how many have ended."""
+        counted by what they are for. `progress` is told how many jobs of how many have ended. `step` takes the engine's, if
+        somebody wants to watch them."""
         is_simulated = isinstance(engine, SimulatedEngine)
         self._workload = workload
         self._engine = engine
@@ -137,6 +139,7 @@ class Player:
         self._turn_seconds = turn_seconds
         self._sample_seconds = sample_seconds
         self._progress = progress
+        self._step = step or engine.step
         self._events: list[tuple[float, int, _Going]] = []
         self._count = 0
         self._waiting: deque[Job] = deque()  # of a closed loop
@@ -156,7 +159,7 @@ class Player:
             if not engine.has_work:
                 self._sleep()
                 continue
-            self._take(engine.step())
+            self._take(self._step())
             if self._sample_seconds is not None:
                 self._sample()
         after = engine.stats()

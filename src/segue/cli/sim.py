@@ -36,7 +36,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     about = {
         "steps": found.num_steps,
         "mean_error": round(found.mean_error, 4),
-        "total_error": round(found.total_error, 4),
+        "scaled": round(found.scaled, 4),
     }
     text = json.dumps(about | calibration.to_json(), indent=2)
     if arguments.out is not None:

@@ -36,6 +36,7 @@ class _Flying(NamedTuple):
     """A step that has begun; `since` then the device had nothing else to do."""
 
     plan: StepPlan
+    num_tokens: int
     ticket: Ticket
     since: float
 
@@ -116,12 +117,12 @@ class EngineLoop:
                 return self._rest(moved=moved)
             self._flying = self._begin(plan, None)
             if self._flying is None:
-                self._take(plan, partial(self._executor.execute, plan), self._clock.now())
+                self._take(plan, self._scheduler.num_planned, partial(self._executor.execute, plan), self._clock.now())
                 return True
         flying, self._flying = self._flying, None
         if (ahead := self._scheduler.plan_ahead(flying.plan)) is not None:
             self._flying = self._begin(ahead, flying.ticket)
-        self._take(flying.plan, partial(self._land, flying), flying.since)
+        self._take(flying.plan, flying.num_tokens, partial(self._land, flying), flying.since)
         if self._flying is not None:
             self._flying = self._flying._replace(since=self._clock.now())
         return True
@@ -145,7 +146,7 @@ class EngineLoop:
             ticket = self._pipelined.launch(plan, after)
         except BaseException as error:
             ticket = error
-        return _Flying(plan, ticket, self._clock.now()) if ticket is not None else None
+        return _Flying(plan, self._scheduler.num_planned, ticket, self._clock.now()) if ticket is not None else None
 
     def _land(self, flying: _Flying) -> StepResult:
         assert self._pipelined is not None
@@ -153,7 +154,7 @@ class EngineLoop:
             raise flying.ticket
         return self._pipelined.land(flying.ticket)
 
-    def _take(self, plan: StepPlan, run: Callable[[], StepResult], began: float) -> None:
+    def _take(self, plan: StepPlan, num_tokens: int, run: Callable[[], StepResult], began: float) -> None:
         """Carry a step out, or wait for its end, and take over what it gave."""
         self._num_steps += 1
         if self.watch is not None:
@@ -168,7 +169,7 @@ class EngineLoop:
                 raise  # an interrupt: the step is undone, and the caller hears of it
             return
         self._step_seconds = self._clock.now() - began
-        self._scheduler.jobs.gauge.step(self._step_seconds, plan.num_tokens, len(plan.rows))
+        self._scheduler.jobs.gauge.step(self._step_seconds, num_tokens, len(plan.rows))
         produced = self._scheduler.apply(plan, result)
         self._deliver(self._answers.publish(produced, self._scheduler.finish))
         if found := self._scheduler.take_found():

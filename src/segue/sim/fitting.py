@@ -2,7 +2,8 @@
 
 The cost is linear in what is looked for but for two maxima: products of weights are bound by computing or by reading. So each
 step is taken to be on the side that the present guess says, the linear problem is solved without negative numbers, and the
-sides are looked at again. Errors count relative to the step's own time: a short step is as important as a long one.
+sides are looked at again. Errors count relative to the step's own time: a short step is as important as a long one. In the end
+all is scaled so that their sum is met. Steps that took far longer than they should have are left out.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Step(NamedTuple):
 class Fit(NamedTuple):
     coefficients: Coefficients
     mean_error: float  # |predicted - measured| / measured, over the steps
-    total_error: float  # of the sum of all steps
+    scaled: float  # by how much more than the fit said all steps took together, which it now says
     num_steps: int
 
 
@@ -80,10 +81,26 @@ def fit(costs: StepCosts, steps: Sequence[Step]) -> Fit:
     kept = [step for step in kept if step.seconds < _OUTLIER * _with(costs, found).seconds(step.work)]
     if len(kept) >= _LEAST_STEPS:
         found = _fitted(costs, kept)
+    model = _with(costs, found)
+    factor = sum(step.seconds for step in kept) / sum(model.seconds(step.work) for step in kept)
+    found = _scaled(found, factor)
     predicted = np.array([_with(costs, found).seconds(step.work) for step in kept])
     measured = np.array([step.seconds for step in kept])
     errors = np.abs(predicted - measured) / measured
-    return Fit(found, float(errors.mean()), float(predicted.sum() / measured.sum() - 1), len(kept))
+    return Fit(found, float(errors.mean()), factor - 1, len(kept))
+
+
+def _scaled(found: Coefficients, factor: float) -> Coefficients:
+    """Every term takes `factor` times as long."""
+    return replace(
+        found,
+        step_seconds=found.step_seconds * factor,
+        row_seconds=found.row_seconds * factor,
+        compute=_share(factor / found.compute),
+        bandwidth=_share(factor / found.bandwidth),
+        attention=_share(factor / found.attention),
+        kv=_share(factor / found.kv),
+    )
 
 
 def _with(costs: StepCosts, coefficients: Coefficients) -> StepCosts:

@@ -25,7 +25,7 @@ from segue.policies import (
     save_learned,
 )
 from segue.policies.continuum import TurnCorrelation
-from segue.policies.policy import JobEnded, PinView
+from segue.policies.policy import JobEnded, PinView, Started
 
 TURN = TurnView(1, "j", 10.0, 400, 500, 499, 0, job_arrived_at=5.0, num_turns=2)
 FULL = Pressure(1000, 0, 300, num_waiting=5, num_running=8, seconds_per_token=0.002, queue_seconds=1.0)
@@ -84,6 +84,19 @@ def test_adaptive_keeps_fast_tools_and_gives_slow_ones_up_only_under_pressure():
     idle = policy.at_turn_end(end_of(MAKE), EMPTY, 0.0)
     assert idle.keep_seconds > 60 and 0 < idle.value < fast.value * 10
     assert policy.at_turn_end(end_of(LS), replace(FULL, seconds_per_token=0.0), 0.0).keep_seconds == 0, "worth nothing"
+
+
+def test_adaptive_counts_the_wait_of_those_that_are_back():
+    """KV is kept until its turn runs: where such turns wait long for memory, keeping it does not pay, as long as they do."""
+    policy = taught(Adaptive(), [(LS, 0.1)] * 30)
+    assert policy.at_turn_end(end_of(LS), FULL, 0.0).keep_seconds > 0
+    for _ in range(100):
+        policy.observe(Started(TURN, waited_seconds=60.0, num_reused=499, num_lost=0))
+    assert policy.at_turn_end(end_of(LS), FULL, 0.0).keep_seconds == 0
+    assert policy.at_turn_end(end_of(LS), EMPTY, 0.0).keep_seconds > 0, "nobody wants the memory"
+    for _ in range(300):
+        policy.observe(Started(TURN, waited_seconds=60.0, num_reused=0, num_lost=499))
+    assert policy.at_turn_end(end_of(LS), FULL, 0.0).keep_seconds > 0, "it is tried again"
 
 
 def test_adaptive_thinks_again_while_the_gap_lasts():
