@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from segue import BeamParams, Catalogue, Engine, Request, SamplingParams, Then
+from segue.base.errors import StepFailed
 from segue.engine import Row, StepPlan
 from segue.engine.sequence import Sampling
 from segue.model.chat import ChatTemplate
@@ -95,3 +96,17 @@ def test_the_automatic_budget_takes_the_free_memory_and_says_so(loaded):
     with Engine(loaded, device="cuda", max_model_len=64) as engine:
         assert engine.budget.num_blocks > 10_000 and "device memory" in str(engine.budget)
         assert engine.generate(prompts()[0], GREEDY.__class__(max_tokens=4, temperature=0))[0].token_ids
+
+
+def test_numbers_that_are_none_fail_their_step_and_nothing_else(loaded):
+    """Also while the next step is under way, which is fed what the failed one found."""
+    weights = random_weights(loaded.spec, seed=11)
+    weights["embed"][5] = torch.nan
+    broken = replace(loaded, weights=Weights.in_memory(weights))
+    with Engine(broken, num_blocks=64, device="cuda", dtype="fp32") as engine:
+        wanted = engine.generate([[7, 8, 9]], GREEDY)[0]
+        for _ in range(2):
+            with pytest.raises(StepFailed, match="not numbers"):
+                engine.generate([[5, 6, 7]], GREEDY)
+            assert engine.generate([[7, 8, 9]], GREEDY)[0].token_ids == wanted.token_ids
+        engine.check()

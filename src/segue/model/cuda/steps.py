@@ -188,6 +188,9 @@ class CudaSteps:
             count = len(sources)
             tokens, places = self._device[self._fixed.slices[0]], self._device[self._fixed.slices[5]]
             torch.index_select(fed, 0, places[:count], out=tokens[:count])
+            tokens[:count].clamp_(
+                min=0
+            )  # -1 says that the last step failed, as this one will: it must not end the device
         recorded.graph.replay()
         return recorded.step.cut(len(inputs.samples))
 
