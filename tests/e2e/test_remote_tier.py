@@ -27,8 +27,8 @@ def redis(tmp_path):
 def impatient(monkeypatch):
     """Loading is always sooner than computing, and nobody waits long for a server."""
     monkeypatch.setattr("segue.kv.tiers.courier.Speed.seconds_for", lambda speed, num_bytes: 0.0)
-    monkeypatch.setattr("segue.kv.tiers.remote._REPLY_SECONDS", 0.3)
-    monkeypatch.setattr("segue.engine.tiering._MOST_LOOKING", 0.2)
+    monkeypatch.setattr("segue.kv.tiers.remote._REPLY_SECONDS", 1.0)
+    monkeypatch.setattr("segue.engine.tiering._MOST_LOOKING", 1.0)
 
 
 @pytest.fixture(scope="module")
