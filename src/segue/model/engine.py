@@ -154,10 +154,8 @@ class Engine(EngineCore):
 
 
 def _runner(decoder: Decoder, backend: Backend, config: EngineConfig, budget: KVBudget) -> ModelRunner:
-    from segue.model.torch_backend import TorchBackend
-
     try:
-        if backend.device.type == "cuda" and not isinstance(backend, TorchBackend):
+        if backend.name == "cuda":
             from segue.model.cuda.backend import CudaBackend
             from segue.model.cuda.runner import CudaRunner
 

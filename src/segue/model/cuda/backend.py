@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segue.model.backend import Layer, Stack, rope_tables
+from segue.model.backend import Layer
 from segue.model.batch import Batch
 from segue.model.cuda import kernels
-from segue.model.kv_copies import KVMoves
 from segue.model.spec import ModelSpec
+from segue.model.torch_backend import TorchBackend
 
 _MOST_LANES = 128  # query heads times rows, of a group's piece
 
@@ -42,55 +41,22 @@ class Attention(NamedTuple):
     logs: Tensor  # [results, heads, 2] fp32
 
 
-class CudaBackend:
-    """Computes in `dtype`; norms, rotation, softmax and sums in fp32."""
+class CudaBackend(TorchBackend):
+    """Library products as in plain torch; norms, rotation, softmax and sums in fp32, by kernels."""
 
     name = "cuda"
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_len: int) -> None:
-        self.device = device
-        self.kv_dtype = dtype
-        self.kv_moves: KVMoves | None = None
+        super().__init__(spec, dtype, device, max_len)
         self.group_rows = max(_MOST_LANES // (spec.num_heads // spec.num_kv_heads), 1)
         self.tile_rows = 32 if dtype == torch.float32 else 128 if spec.head_dim <= 128 else 64
-        self._spec = spec
-        self._dtype = dtype
-        cos, sin = rope_tables(spec, max_len)
-        self._rope = cos.to(device), sin.to(device)
         units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self._programs = max(2 * units // spec.num_kv_heads, 1)
-
-    def matrix(self, weight: Tensor) -> Tensor:
-        return weight.to(device=self.device, dtype=self._dtype).contiguous()
-
-    def vocabulary(self, weight: Tensor) -> Tensor:
-        return self.matrix(weight)
-
-    def part(self, matrix: Tensor, first: int, last: int) -> tuple[Tensor, int]:
-        return matrix[first:last], 0
-
-    def gated_matrix(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.matrix(torch.cat([gate, up]))
-
-    def vector(self, weight: Tensor) -> Tensor:
-        return self.matrix(weight)
-
-    def prepare(self, batch: Batch) -> None:
-        pass
-
-    def embed(self, matrix: Tensor, ids: Tensor) -> Tensor:
-        return F.embedding(ids, matrix)
-
-    def linear(self, x: Tensor, matrix: Tensor, bias: Tensor | None, into: str) -> Tensor:
-        return F.linear(x, matrix, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, into: str) -> Tensor:
         out = torch.empty_like(x)
         kernels.add_norm(None, x, weight, eps, out)
         return out
-
-    def stack(self, layers: Sequence[Layer], norms: Sequence[Tensor]) -> Stack:
-        return partial(self._run_layers, layers, norms)
 
     def _run_layers(
         self, layers: Sequence[Layer], norms: Sequence[Tensor], x: Tensor, residual: Tensor, batch: Batch, kv: Tensor
@@ -102,8 +68,10 @@ class CudaBackend:
         for layer, norm, (k_cache, v_cache) in zip(layers, norms, kv, strict=True):
             qkv = F.linear(x, layer.qkv, layer.qkv_bias)
             own_norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
-            kernels.rope_store(qkv, q, k_cache, v_cache, own_norms, self._rope, batch.positions, batch.slots, eps)
-            self._attend(attention, q, k_cache, v_cache, layer.window, out)
+            kernels.rope_store(
+                qkv, q, k_cache, v_cache, own_norms, (self._cos, self._sin), batch.positions, batch.slots, eps
+            )
+            self._attend_lists(attention, q, k_cache, v_cache, layer.window, out)
             mixed = out.view(len(out), -1)
             if layer is layers[-1]:  # nobody reads what the others become after their last KV
                 mixed, residual = mixed[batch.sample_rows], residual[batch.sample_rows]
@@ -115,7 +83,7 @@ class CudaBackend:
             kernels.add_norm(F.linear(gated, layer.down), residual, norm, eps, x)
         return x
 
-    def _attend(
+    def _attend_lists(
         self, step: Attention, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None, out: Tensor
     ) -> None:
         scale = self._spec.softmax_scale

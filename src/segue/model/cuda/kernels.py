@@ -85,6 +85,18 @@ def _rope_store(
 
 
 @triton.jit
+def _absorb(peak, mass, total, weights, values, PRECISION: tl.constexpr):
+    """A softmax that goes on: more weights (logarithms to base 2, of which none, some or all may be -inf) and their values."""
+    new_peak = tl.maximum(peak, tl.max(weights, 1))
+    finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(weights - finite[:, None])
+    fade = tl.exp2(peak - finite)
+    mass = mass * fade + tl.sum(weights, 1)
+    total = total * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+    return new_peak, mass, total
+
+
+@triton.jit
 def _attend_pieces(
     q, k_cache, v_cache, tables, pieces, num_pieces, contexts, sums, logs, scale, table_stride, block_stride, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
@@ -130,14 +142,8 @@ def _attend_pieces(
             if HAS_WINDOW:
                 seen = seen & (place[None, :] >= oldest[:, None])
             weights = tl.where(seen, weights, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(weights, 1))
-            finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weights = tl.exp2(weights - finite[:, None])
-            fade = tl.exp2(peak - finite)
             values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0)
-            mass = mass * fade + tl.sum(weights, 1)
-            total = total * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-            peak = new_peak
+            peak, mass, total = _absorb(peak, mass, total, weights, values, PRECISION)
         out = (result + lane // GROUP).to(tl.int64) * HEADS + head * GROUP + lane % GROUP
         tl.store(sums + out[:, None] * DIM + at[None, :], total, mask=used[:, None])
         tl.store(logs + out * 2, peak, mask=used)
@@ -200,13 +206,8 @@ def _attend_tiles(
         source = block * block_stride + ((head // GROUP) * SIZE + place % SIZE) * DIM
         keys = tl.load(k_cache + source[:, None] + at[None, :])
         weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
-        new_peak = tl.maximum(peak, tl.max(weights, 1))
-        weights = tl.exp2(weights - new_peak[:, None])
-        fade = tl.exp2(peak - new_peak)
         values = tl.load(v_cache + source[:, None] + at[None, :])
-        mass = mass * fade + tl.sum(weights, 1)
-        total = total * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-        peak = new_peak
+        peak, mass, total = _absorb(peak, mass, total, weights, values, PRECISION)
     for start in range(whole, first + num_rows, TILE):
         place = start + tl.arange(0, TILE)
         inside = place < first + num_rows
@@ -218,14 +219,8 @@ def _attend_tiles(
         if HAS_WINDOW:
             seen = seen & (place[None, :] > position[:, None] - window)
         weights = tl.where(seen, weights, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(weights, 1))
-        finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(weights - finite[:, None])
-        fade = tl.exp2(peak - finite)
         values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0)
-        mass = mass * fade + tl.sum(weights, 1)
-        total = total * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-        peak = new_peak
+        peak, mass, total = _absorb(peak, mass, total, weights, values, PRECISION)
     mass = tl.where(mass > 0.0, mass, 1.0)
     tl.store(out + query[:, None] + at[None, :], (total / mass[:, None]).to(out.dtype.element_ty), mask=used[:, None])
 
