@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import time
+from array import array
 from collections.abc import Sequence
 
 from segue.engine.beam import Candidates, SearchStep
@@ -69,7 +70,7 @@ class FakeExecutor:
             digest = self._compute(row)
             if row.search is not None:
                 assert row.stop == len(row.tokens)
-                candidates.append(_best(row.search, [digest]))
+                candidates.append(self._search(row, row.search, digest))
             if row.sampling is not None:
                 assert row.stop == len(row.tokens)
                 tokens.append(_token_of(digest, row.sampling.seed, row.sampling.params.temperature))
@@ -133,6 +134,23 @@ class FakeExecutor:
             self.num_computed += 1
         return digest
 
+    def _search(self, row: Row, step: SearchStep, digest: int) -> Candidates:
+        """As many passes as there may be, each with the best of the one before."""
+        found, width = [_best(step, [digest])], step.params.width
+        tails = [array("i")] * width
+        for number in range(1, step.passes):
+            last = found[-1]
+            start = step.num_shared + (number - 1) * width
+            tails = [tails[beam] + array("i", [start + at]) for at, beam in enumerate(last.beams[:width])]
+            step = step._replace(tails=tails, scores=last.scores[:width], depth=number)
+            tokens = array("i", last.tokens[:width])
+            beams = row._replace(tokens=tokens, start=start, stop=start + width, search=step)
+            found.append(_best(step, self._compute_beams(beams)))
+        chain = found.pop()
+        while found:
+            chain = found.pop()._replace(then=chain)
+        return chain
+
     def _compute_beams(self, row: Row) -> list[int]:
         """Each beam's digest, read through its tail: every token there must follow the one before it."""
         step = row.search
@@ -157,11 +175,16 @@ class FakeExecutor:
 
 class PipelinedFake(FakeExecutor):
     """Begins steps before it is asked for what came of the last one, as a device does: in order, with the tables of the moment,
-    and with tokens that nobody has seen yet."""
+    and with tokens that nobody has seen yet. Carries searches to their ends."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
         self.num_ahead = 0
+        self.num_finished = 0  # searches that were carried to their ends
+
+    def can_finish(self, step: SearchStep, num_passes: int) -> bool:
+        self.num_finished += 1
+        return True
 
     def launch(self, plan: StepPlan, after: dict[int, int] | None) -> dict[int, int] | None:
         if any(row.search is not None or row.sampling is None for row in plan.rows):

@@ -79,7 +79,10 @@ class Search:
 class SearchStep(NamedTuple):
     """What an executor needs to find a group's best continuations: `scores[i]` is beam i's so far, `tails[i]` where its own
     tokens' KV lies, this step's last, as positions in the row's blocks. In a search's first step there is one beam, and its
-    tail is empty: the row computes the end of the prefix."""
+    tail is empty: the row computes the end of the prefix.
+
+    With `passes`, the row's blocks have room for all that so many passes write, and an executor may go on by itself: each pass
+    with the `width` best of the one before, in their order, where `step` would put them."""
 
     num_shared: int
     tails: Sequence[array[int]]
@@ -90,17 +93,19 @@ class SearchStep(NamedTuple):
     params: BeamParams
     seed: int
     constraint: Constraint | None
+    passes: int = 1
 
 
 class Candidates(NamedTuple):
     """The best continuations, the best first; where beams are drawn, in the order in which they were. `ends`: there is nothing
-    that could follow."""
+    that could follow. `then`: what came of the next pass, if the executor went on."""
 
     beams: Sequence[int]
     tokens: Sequence[int]
     scores: Sequence[float]
     nodes: Sequence[int]
     ends: Sequence[bool]
+    then: Candidates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +168,13 @@ class BeamSearch:
     @property
     def has_begun(self) -> bool:
         return bool(self._history)
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether which beams go on after a pass follows from their scores alone, up to the last one."""
+        return (
+            not self.has_begun and not self.params.temperature and (self.constraint is not None or not self._stop_ids)
+        )
 
     def tokens(self) -> array[int]:
         """That the next step feeds."""

@@ -130,3 +130,12 @@ class Pipelined(Protocol):
     def land(self, ticket: Ticket) -> StepResult:
         """Wait for its end."""
         ...
+
+
+@runtime_checkable
+class Persistent(Protocol):
+    """An executor that can carry a search to its end without coming back after each pass."""
+
+    def can_finish(self, step: SearchStep, num_passes: int) -> bool:
+        """Whether it can for this one, if what goes on after a pass are its `width` best."""
+        ...

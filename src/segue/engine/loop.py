@@ -16,7 +16,7 @@ from segue.base.types import SamplingParams
 from segue.engine.admission import Prompt, as_list
 from segue.engine.answers import Answers
 from segue.engine.desk import StateDesk
-from segue.engine.executor import Executor, Pipelined, StepPlan, StepResult, Ticket, check_result
+from segue.engine.executor import Executor, Persistent, Pipelined, StepPlan, StepResult, Ticket, check_result
 from segue.engine.outputs import Delta, EngineStats, Result
 from segue.engine.request import Request, as_request
 from segue.engine.scheduler import Scheduler
@@ -72,7 +72,15 @@ class EngineLoop:
         self._answers = Answers(tokenizer, self._clock)
         decode = decoder(tokenizer) if tokenizer is not None else None
         self._tiers = open_tiers(tiers, self.kv, executor, self._clock, open_slow)
-        self._scheduler = Scheduler(config, self.kv, self.policy, self._clock, decode=decode, tiers=self._tiers)
+        self._scheduler = Scheduler(
+            config,
+            self.kv,
+            self.policy,
+            self._clock,
+            decode=decode,
+            tiers=self._tiers,
+            can_finish=executor.can_finish if isinstance(executor, Persistent) else None,
+        )
         self._desk = StateDesk(
             self._scheduler,
             executor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -24,6 +25,7 @@ from segue.policies import Policy
 from segue.state import State, StateLedger
 
 Produced = tuple[Sequence, int, TokenLogprobs | None]  # a token that a step gave a sequence
+_MOST_PASSES = 8  # of a search in one step: others wait meanwhile
 
 
 @dataclass(slots=True)
@@ -51,8 +53,11 @@ class Scheduler:
         states: StateLedger | None = None,
         decode: Decode | None = None,
         tiers: TierDesk | None = None,
+        can_finish: Callable[[SearchStep, int], bool] | None = None,
     ) -> None:
+        """`can_finish`: whether the executor carries a search to its end in one step."""
         self.config = config
+        self._can_finish = can_finish
         self.tiers = tiers
         self.kv = kv
         self.states = states or StateLedger(config.max_states, config.max_state_bytes)
@@ -116,7 +121,33 @@ class Scheduler:
         if self.num_preemptions == preempted_before or not rows:
             budget = self._plan_waiting(rows, copies, budget)
         self.num_planned = self.config.max_step_tokens - budget
+        if self._can_finish is not None:
+            self.num_planned += self._let_finish(rows)
         return StepPlan(list(rows.values()), list(copies.values()))
+
+    def _let_finish(self, rows: dict[int, Row]) -> int:
+        """Let searches be carried to their ends where nobody else is in the step, and as far as there is room for all that they
+        write; how many tokens more that is. The others go on pass by pass."""
+        assert self._can_finish is not None
+        if any(row.search is None or row.search.tails for row in rows.values()):
+            return 0
+        room, added = self.config.max_step_tokens, 0
+        for sequence_id, row in rows.items():
+            sequence, step = self._running[sequence_id], row.search
+            search, table = sequence.search, sequence.table
+            assert search is not None and step is not None and table is not None
+            passes, width = search.max_tokens, search.params.width
+            if not 1 < passes <= _MOST_PASSES or width > room or not search.is_straight:
+                continue
+            if not self._can_finish(step, passes):
+                continue
+            upto = row.stop + (passes - 1) * width
+            if self.kv.extend(table, row.stop, upto, self._now, self._policy.growth_bid) is None:
+                continue
+            rows[sequence_id] = row._replace(search=step._replace(passes=passes))
+            room -= width
+            added += upto - row.stop
+        return added
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after one that runs, if all that is unknown about it are its tokens: each sequence goes on by the one it is
@@ -423,9 +454,12 @@ class Scheduler:
     def _expand(self, sequence: Sequence, step: SearchStep, candidates: Candidates) -> None:
         search = sequence.search
         assert search is not None
-        if not search.take(step, candidates):
-            best = search.found[0] if search.found else None
-            self.finish(sequence, FinishReason.STOP if best is None else best.finish_reason)
+        while search.take(step, candidates):
+            if candidates.then is None:
+                return
+            step, candidates = search.step(step.num_shared), candidates.then
+        best = search.found[0] if search.found else None
+        self.finish(sequence, FinishReason.STOP if best is None else best.finish_reason)
 
     def take_found(self) -> list[Sequence]:
         """The sequences whose search has ended well since the last call."""

@@ -76,6 +76,9 @@ class Catalogue:
         self._order = order
         self._names = names
         self.max_token = max(int(level.tokens.max()) for level in levels)
+        counts = [np.diff(level.children) for level in levels[:-1]]
+        self.most_children = [len(levels[0]), *(int(count.max()) for count in counts)]  # of a node of the level before
+        self.is_even = all(count.min() > 0 for count in counts)  # all items have equally many tokens
 
     # Files
 

@@ -27,7 +27,7 @@ class _Legal(NamedTuple):
 class Searcher:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._levels: WeakKeyDictionary[Catalogue, list[_Level]] = WeakKeyDictionary()
+        self._levels: WeakKeyDictionary[Catalogue, list[DeviceLevel]] = WeakKeyDictionary()
 
     def expand(self, x: Tensor, step: SearchStep) -> Candidates:
         """`x[i]` is beam i's last hidden state."""
@@ -62,7 +62,7 @@ class Searcher:
             tokens = allowed.repeat(len(x))
             return _Legal(beams, tokens, torch.zeros_like(tokens))
         walk = _walk(step)
-        levels = self._levels_of(walk.catalogue, x.device)
+        levels = self.levels_of(walk.catalogue, x.device)
         here = levels[step.depth]
         if step.depth == 0:
             nodes = torch.arange(len(here.tokens), device=x.device)
@@ -90,24 +90,24 @@ class Searcher:
         catalogue = _walk(step).catalogue
         if step.depth + 1 == catalogue.depth:
             return [True] * len(nodes)
-        children = self._levels_of(catalogue, nodes.device)[step.depth].children
+        children = self.levels_of(catalogue, nodes.device)[step.depth].children
         return (children[nodes] == children[nodes + 1]).tolist()
 
-    def _levels_of(self, catalogue: Catalogue, device: torch.device) -> list[_Level]:
+    def levels_of(self, catalogue: Catalogue, device: torch.device) -> list[DeviceLevel]:
         if (levels := self._levels.get(catalogue)) is None:
-            levels = [_Level.on(device, level.tokens, level.children) for level in catalogue.levels]
+            levels = [DeviceLevel.on(device, level.tokens, level.children) for level in catalogue.levels]
             self._levels[catalogue] = levels
         return levels
 
 
-class _Level(NamedTuple):
+class DeviceLevel(NamedTuple):
     """A level of a catalogue on the device."""
 
     tokens: Tensor
     children: Tensor
 
     @classmethod
-    def on(cls, device: torch.device, tokens: object, children: object) -> _Level:
+    def on(cls, device: torch.device, tokens: object, children: object) -> DeviceLevel:
         return cls(torch.as_tensor(tokens, device=device), torch.as_tensor(children, device=device))
 
     def children_of(self, nodes: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,16 +16,16 @@ from segue import (
     Then,
 )
 from segue.base.errors import RequestTooLong, StepFailed
-from tests.fakes import VOCAB, FakeExecutor, digest_of, expected, logprob
+from tests.fakes import VOCAB, FakeExecutor, PipelinedFake, digest_of, expected, logprob
 
 PROMPT = [token % 40 for token in range(30)]
 
 
-def make(num_blocks=200, size=4, **options) -> EngineCore:
+def make(num_blocks=200, size=4, fake=FakeExecutor, **options) -> EngineCore:
     config = EngineConfig(
         num_blocks, size, **{"max_step_tokens": 128, "max_running": 32, "max_model_len": 200, **options}
     )
-    return EngineCore(FakeExecutor(num_blocks, size), config)
+    return EngineCore(fake(num_blocks, size), config)
 
 
 def searched(prompt, params, stops=()):
@@ -74,8 +74,9 @@ def found(delta):
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 @pytest.mark.parametrize("stops", [(), (3, 7, 11)])
 @pytest.mark.parametrize("width", [1, 4, 16])
-def test_what_the_plain_way_finds(width, stops, penalty, early):
-    engine = make()
+@pytest.mark.parametrize("fake", [FakeExecutor, PipelinedFake])
+def test_what_the_plain_way_finds(fake, width, stops, penalty, early):
+    engine = make(fake=fake)
     params = BeamParams(width=width, max_tokens=7, length_penalty=penalty, early_stopping=early, stop_token_ids=stops)
     result = engine.generate(Request(PROMPT, beam=params))[0]
     engine.check()
@@ -158,11 +159,12 @@ def test_many_thoughts_are_merged_each_line_once():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_hundreds_of_searches_among_others_with_little_memory(seed):
+@pytest.mark.parametrize("fake", [FakeExecutor, PipelinedFake])
+def test_hundreds_of_searches_among_others_with_little_memory(fake, seed):
     """Searches, thoughts and sampling share a pool that is much too small for all: some are preempted, some aborted, and what
     ends well is what it would have been alone."""
     pick = random.Random(seed)
-    engine = make(num_blocks=pick.choice([40, 60, 120]), max_step_tokens=64, max_running=pick.choice([4, 16]))
+    engine = make(pick.choice([40, 60, 120]), fake=fake, max_step_tokens=64, max_running=pick.choice([4, 16]))
     wanted, ids, aborted = {}, [], set()
     for number in range(60):
         prompt = [pick.randrange(VOCAB) for _ in range(pick.randint(1, 50))]
@@ -192,6 +194,25 @@ def test_hundreds_of_searches_among_others_with_little_memory(seed):
     for name in set(ids) - aborted:
         assert last[name].error is None
         assert (found(last[name]) if last[name].beams is not None else tokens[name]) == wanted[name]
+
+
+def test_searches_alone_in_a_step_are_carried_to_their_ends():
+    """All passes in one step, with their memory reserved beforehand; where there is none, or beside others, one by one."""
+    params = BeamParams(width=16, max_tokens=4)
+    engine = make(fake=PipelinedFake)
+    assert lines(engine.generate(Request(PROMPT, beam=params))[0]) == searched(PROMPT, params)
+    assert engine.stats().num_steps == 1 and engine._executor.num_computed == 30 + 16 * 3
+    assert engine._scheduler.num_planned == 30 + 16 * 3
+    others = [[token + shift for token in PROMPT] for shift in range(4)]
+    small = make(num_blocks=60, fake=PipelinedFake)
+    for prompt, result in zip(others, small.generate([Request(each, beam=params) for each in others]), strict=True):
+        assert lines(result) == searched(prompt, params)
+    assert small.stats().num_steps > 1
+    small.submit(PROMPT, SamplingParams(max_tokens=9))
+    small.step()
+    before = small.stats().num_steps
+    assert lines(small.generate(Request(others[1], beam=params))[0]) == searched(others[1], params)
+    assert small.stats().num_steps - before >= 4
 
 
 def test_a_preempted_search_finds_the_same():

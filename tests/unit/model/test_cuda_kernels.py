@@ -16,9 +16,10 @@ from segue.engine import EngineCore
 from segue.model.cuda import kernels
 from segue.model.cuda.backend import CudaBackend
 from segue.model.cuda.runner import CudaRunner
-from segue.model.cuda.search import best_tokens
+from segue.model.cuda.vocabulary import best_tokens
 from segue.model.cuda.work import FIELDS, MOST_PIECES, WHOLE, Group, most_results, plan_work
 from segue.model.decoder import Decoder
+from segue.model.items import Catalogue
 from segue.model.loading import open_model
 from segue.model.runner import ModelRunner
 from segue.model.torch_backend import TorchBackend
@@ -102,8 +103,9 @@ def test_prompts_in_tiles(heads, kv_heads, dim, size, window, dtype):
     out = torch.full_like(q, torch.nan)
     tiles = [(3 + at, min(64, count - at), 1, first + at) for at in range(0, count, 64)]
     kernels.attend_tiles(
-        q, cache.k, cache.v, tables, torch.tensor(tiles, dtype=torch.int32), out, scale=scale, window=window, rows=64
-    )
+        q, cache.k, cache.v, tables, torch.tensor([*tiles, (0, 3, 0, 0)], dtype=torch.int32),
+        torch.tensor([len(tiles)], dtype=torch.int32), out, scale=scale, window=window, rows=64,
+    )  # fmt: skip
     for at in range(0, count, 29):
         wanted = cache.attend(q[3 + at], cache.slots(tables[1], first + at + 1), window, scale)
         assert error(out[3 + at], wanted) < 2e-3
@@ -220,16 +222,19 @@ def test_work_covers_every_token_once(contexts, groups, most):
         assert len(pieces) <= 2 * MOST_PIECES and all(end - begin <= max(WHOLE, context) for _, begin, end in pieces)
 
 
+def open_engine(backend_class, runner_class):
+    loaded = open_model("tiny", Environment.read().cache_dir)
+    backend = backend_class(loaded.spec, torch.float32, torch.device("cpu"), 512)
+    config = EngineConfig(96, 16, 64, 16, 512)
+    runner = runner_class(Decoder(loaded.spec, loaded.weights, backend), backend, config)
+    return EngineCore(runner, config, vocab_size=loaded.spec.vocab_size)
+
+
 def test_an_engine_on_them_answers_as_on_torch():
     """Prompts in chunks, decoding beside them, a prompt that two share, and a search: the same tokens."""
-    loaded = open_model("tiny", Environment.read().cache_dir)
-    device = torch.device("cpu")
 
     def answers(backend_class, runner_class):
-        backend = backend_class(loaded.spec, torch.float32, device, 512)
-        config = EngineConfig(96, 16, 64, 16, 512)
-        runner = runner_class(Decoder(loaded.spec, loaded.weights, backend), backend, config)
-        with EngineCore(runner, config, vocab_size=loaded.spec.vocab_size) as engine:
+        with open_engine(backend_class, runner_class) as engine:
             long = [7 + at % 90 for at in range(300)]
             params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
             engine.generate([long], params)  # from here on its blocks are shared
@@ -241,3 +246,42 @@ def test_an_engine_on_them_answers_as_on_torch():
             return found, [(line.token_ids, pytest.approx(line.score, abs=1e-3)) for line in search.beams]
 
     assert answers(CudaBackend, CudaRunner) == answers(TorchBackend, ModelRunner)
+
+
+def test_searches_are_carried_to_their_ends():
+    """Of several kinds and sizes at once, in a single step: the same lines as pass by pass."""
+    randomly = np.random.default_rng(0)
+    items = {f"item {at}": tuple(map(int, randomly.integers(3, 60, 3))) for at in range(400)}
+    catalogue, few = Catalogue(items), Catalogue({name: items[name] for name in list(items)[:3]})
+    uneven = Catalogue({"a": (5,), "b": (7, 9), "c": (7, 11, 12)})
+    denied = tuple(name for name in items if items[name][0] < 20)
+    kinds = [
+        BeamParams(width=4, max_tokens=3, ignore_eos=True),
+        BeamParams(width=4, max_tokens=3, ignore_eos=True, length_penalty=0.0),
+        BeamParams(width=6, max_tokens=4, ignore_eos=True),
+        BeamParams(width=5, catalogue=catalogue),
+        BeamParams(width=5, catalogue=catalogue, deny=denied),
+        BeamParams(width=5, catalogue=catalogue, scoring="legal"),
+        BeamParams(width=8, catalogue=few),  # more beams than there are lines
+    ]
+    early = BeamParams(width=4, catalogue=uneven)  # lines may end after each pass
+
+    def lines(engine, params):
+        requests = [Request([9 + at % 50 for at in range(4 + number)], beam=beam) for number, beam in enumerate(params)]
+        before = engine.stats().num_steps
+        found = engine.generate(requests)
+        engine.check()
+        assert engine.stats().kv_usage == 0
+        said = [[(beam.token_ids, beam.items, beam.finish_reason, beam.score) for beam in each.beams] for each in found]
+        return said, engine.stats().num_steps - before
+
+    def same(found, wanted):
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert [line[:3] for line in ours] == [line[:3] for line in theirs]
+            assert [line[3] for line in ours] == pytest.approx([line[3] for line in theirs], abs=1e-3)
+
+    with open_engine(CudaBackend, CudaRunner) as engine, open_engine(TorchBackend, ModelRunner) as torch_engine:
+        for params, expected in ((kinds, 1), ([early, *kinds[:1]], 3)):
+            found, num_steps = lines(engine, params)
+            same(found, lines(torch_engine, params)[0])
+            assert num_steps == expected

@@ -15,6 +15,7 @@ from segue.model.cuda import kernels
 from segue.model.spec import ModelSpec
 from segue.model.torch_backend import TorchBackend
 
+MOST_ROWS = 256  # of a step whose memory is always the same
 _MOST_LANES = 128  # query heads times rows, of a group's piece
 
 
@@ -28,6 +29,13 @@ class Pieces(NamedTuple):
     by_slot: bool = False
 
 
+class Tiles(NamedTuple):
+    """Of prompts: the first few are to be done."""
+
+    tiles: Tensor  # [tiles, TILE_FIELDS]
+    num_tiles: Tensor  # [1]
+
+
 class Attention(NamedTuple):
     """All that attention must know of a step, the same for every layer. The last two are room for what pieces give."""
 
@@ -35,23 +43,48 @@ class Attention(NamedTuple):
     results: Tensor
     starts: Tensor
     contexts: Tensor
-    tiles: Tensor | None
+    tiles: Tiles | None
     tables: Tensor
     sums: Tensor  # [results, heads, dim] fp32
     logs: Tensor  # [results, heads, 2] fp32
 
 
 class CudaBackend(TorchBackend):
-    """Library products as in plain torch; norms, rotation, softmax and sums in fp32, by kernels."""
+    """Library products as in plain torch; norms, rotation, softmax and sums in fp32, by kernels.
+
+    If `exact`, what becomes of a token does not depend on what else is in its step: products and attention are in tiles whose
+    sums have one order, and no library chooses another by the number of rows."""
 
     name = "cuda"
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_len: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_len: int,
+        *,
+        exact: bool = False,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(spec, dtype, device, max_len)
+        self.exact = exact
+        self.kv_dtype = kv_dtype or dtype
+        self._product = _exact_product if exact else F.linear
+        self._logits: Tensor | None = None
         self.group_rows = max(_MOST_LANES // (spec.num_heads // spec.num_kv_heads), 1)
-        self.tile_rows = 32 if dtype == torch.float32 else 128 if spec.head_dim <= 128 else 64
+        self.tile_rows = 32 if dtype == torch.float32 else 64 if exact or spec.head_dim > 128 else 128
         units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self._programs = max(2 * units // spec.num_kv_heads, 1)
+
+    def linear(self, x: Tensor, matrix: Tensor, bias: Tensor | None, into: str) -> Tensor:
+        """Logits of a few rows always go to the same memory, which all recorded steps share."""
+        if into != "logits" or len(x) > MOST_ROWS:
+            return self._product(x, matrix, bias)
+        if self._logits is None:
+            self._logits = torch.empty(MOST_ROWS, len(matrix), dtype=self._dtype, device=self.device)
+        out = self._logits[: len(x)]
+        return kernels.product(x, matrix, None, out) if self.exact else torch.mm(x, matrix.t(), out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, into: str) -> Tensor:
         out = torch.empty_like(x)
@@ -66,7 +99,7 @@ class CudaBackend(TorchBackend):
         q = torch.empty(len(x), spec.num_heads, spec.head_dim, dtype=self._dtype, device=self.device)
         out = torch.empty_like(q)
         for layer, norm, (k_cache, v_cache) in zip(layers, norms, kv, strict=True):
-            qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+            qkv = self._product(x, layer.qkv, layer.qkv_bias)
             own_norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
             kernels.rope_store(
                 qkv, q, k_cache, v_cache, own_norms, (self._cos, self._sin), batch.positions, batch.slots, eps
@@ -76,11 +109,11 @@ class CudaBackend(TorchBackend):
             if layer is layers[-1]:  # nobody reads what the others become after their last KV
                 mixed, residual = mixed[batch.sample_rows], residual[batch.sample_rows]
                 x = torch.empty_like(residual)
-            kernels.add_norm(F.linear(mixed, layer.o, layer.o_bias), residual, layer.post_norm, eps, x)
-            pair = F.linear(x, layer.gate_up)
+            kernels.add_norm(self._product(mixed, layer.o, layer.o_bias), residual, layer.post_norm, eps, x)
+            pair = self._product(x, layer.gate_up, None)
             gated = torch.empty(len(pair), pair.shape[1] // 2, dtype=self._dtype, device=self.device)
             kernels.gate(pair, gated)
-            kernels.add_norm(F.linear(gated, layer.down), residual, norm, eps, x)
+            kernels.add_norm(self._product(gated, layer.down, None), residual, norm, eps, x)
         return x
 
     def _attend_lists(
@@ -108,5 +141,9 @@ class CudaBackend(TorchBackend):
             kernels.merge_pieces(step.sums, step.logs, step.results, step.starts, out)
         if step.tiles is not None:
             kernels.attend_tiles(
-                q, k_cache, v_cache, step.tables, step.tiles, out, scale=scale, window=window, rows=self.tile_rows
+                q, k_cache, v_cache, step.tables, *step.tiles, out, scale=scale, window=window, rows=self.tile_rows
             )
+
+
+def _exact_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return kernels.product(x, weight, bias, torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device))

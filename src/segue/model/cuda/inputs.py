@@ -14,6 +14,7 @@ MUCH = (
     256  # tokens that sequences must have in common, to be read once for all of them; shared parts are multiples of it
 )
 FEW = 16  # new tokens of a sequence, up to which each is a row of its own
+TILE_FIELDS = 4  # of a tile: first row, rows, table, first position
 
 
 class Inputs(NamedTuple):
@@ -26,20 +27,24 @@ class Inputs(NamedTuple):
     contexts: IntArray
     samples: IntArray  # rows to sample or search from
     starts: IntArray  # [rows + 1]
-    counts: IntArray  # how many of own, shared, last
+    counts: IntArray  # how many of own, shared, last, tiles
     own: IntArray
     shared: IntArray
     last: IntArray
     results: IntArray
-    tables: IntArray  # [sequences, blocks]
-    tails: IntArray  # [beams, tokens]: slots
     tiles: IntArray
+    tails: IntArray  # [beams, tokens]: slots
+    tables: IntArray  # [sequences, blocks]
 
 
-def make_inputs(rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: int) -> Inputs:
+def make_inputs(
+    rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: int, *, alone: bool = False
+) -> Inputs:
     """`group_rows`: of a group's piece, at most; `tile_rows`: of a tile. Sequences whose first blocks are the same are put side
-    by side, in whatever order they are in the plan; `samples` is in the plan's."""
-    order = _side_by_side(rows, block_size)
+    by side, in whatever order they are in the plan; `samples` is in the plan's.
+
+    `alone`: each token is computed in the same way whatever comes with it. All but beams are in tiles, and none in groups."""
+    order = _side_by_side(rows, block_size) if not alone else None
     placed = [rows[at] for at in order] if order is not None else rows
     counts = np.array([row.stop - row.start for row in placed], np.int32)
     offsets = np.zeros(len(placed) + 1, np.int32)
@@ -60,7 +65,7 @@ def make_inputs(rows: Sequence[Row], block_size: int, group_rows: int, tile_rows
     slots = tables[sequence, inside] * block_size + positions % block_size
     contexts = positions + 1
     begins, ends, of = np.zeros(total, np.int32), contexts.copy(), sequence
-    tiles = _tiles(placed, bounds, tile_rows)
+    tiles = _tiles(placed, bounds, tile_rows, 0 if alone else FEW)
     for first, length, _, _ in tiles:
         ends[first : first + length] = 0
     groups = _prefixes(placed, tables, bounds, block_size) if order is not None else []
@@ -91,14 +96,14 @@ def make_inputs(rows: Sequence[Row], block_size: int, group_rows: int, tile_rows
         contexts,
         _samples(rows, bounds, order),
         work.starts,
-        np.array([len(plain), len(work.shared), len(last)], np.int32),
+        np.array([len(plain), len(work.shared), len(last), len(tiles)], np.int32),
         plain,
         work.shared,
         last,
         work.results,
-        tables,
+        np.array(tiles, np.int32).reshape(-1, TILE_FIELDS),
         _padded(tails),
-        np.array(tiles, np.int32).reshape(-1, 4),
+        tables,
     )
 
 
@@ -137,12 +142,12 @@ def _decodes(row: Row) -> bool:
     return row.search is None and row.stop - row.start == 1
 
 
-def _tiles(rows: Sequence[Row], bounds: list[int], most: int) -> list[tuple[int, int, int, int]]:
+def _tiles(rows: Sequence[Row], bounds: list[int], most: int, few: int) -> list[tuple[int, int, int, int]]:
     """Those that see most come first: they take longest."""
     found = [
         (bounds[at] + done, min(most, row.stop - row.start - done), at, row.start + done)
         for at, row in enumerate(rows)
-        if row.stop - row.start > FEW and _beams(row) is None
+        if row.stop - row.start > few and _beams(row) is None
         for done in range(0, row.stop - row.start, most)
     ]
     return sorted(found, key=lambda tile: -tile[3])

@@ -136,13 +136,13 @@ def _attend_pieces(
                 block = tl.load(tables + table.to(tl.int64) * table_stride + place // SIZE, mask=inside, other=0)
                 offset = place % SIZE
             source = block.to(tl.int64) * block_stride + (head * SIZE + offset) * DIM
-            keys = tl.load(k_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0)
+            keys = tl.load(k_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(queries.dtype)
             weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
             seen = inside[None, :] & used[:, None]
             if HAS_WINDOW:
                 seen = seen & (place[None, :] >= oldest[:, None])
             weights = tl.where(seen, weights, float("-inf"))
-            values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0)
+            values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(queries.dtype)
             peak, mass, total = _absorb(peak, mass, total, weights, values, PRECISION)
         out = (result + lane // GROUP).to(tl.int64) * HEADS + head * GROUP + lane % GROUP
         tl.store(sums + out[:, None] * DIM + at[None, :], total, mask=used[:, None])
@@ -174,12 +174,14 @@ def _merge_pieces(sums, logs, results, starts, out, HEADS: tl.constexpr, DIM: tl
 
 @triton.jit
 def _attend_tiles(
-    q, k_cache, v_cache, tables, tiles, out, scale, table_stride, block_stride, window,
+    q, k_cache, v_cache, tables, tiles, num_tiles, out, scale, table_stride, block_stride, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Many tokens of one sequence, each over all that came before it: (first row, rows, table, first position)."""
     tile = tl.program_id(0)
+    if tile >= tl.load(num_tiles):
+        return
     head = tl.program_id(1)
     first_row = tl.load(tiles + tile * 4)
     num_rows = tl.load(tiles + tile * 4 + 1)
@@ -204,25 +206,49 @@ def _attend_tiles(
         place = start + tl.arange(0, TILE)
         block = tl.load(tables + table + place // SIZE).to(tl.int64)
         source = block * block_stride + ((head // GROUP) * SIZE + place % SIZE) * DIM
-        keys = tl.load(k_cache + source[:, None] + at[None, :])
+        keys = tl.load(k_cache + source[:, None] + at[None, :]).to(queries.dtype)
         weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
-        values = tl.load(v_cache + source[:, None] + at[None, :])
+        values = tl.load(v_cache + source[:, None] + at[None, :]).to(queries.dtype)
         peak, mass, total = _absorb(peak, mass, total, weights, values, PRECISION)
     for start in range(whole, first + num_rows, TILE):
         place = start + tl.arange(0, TILE)
         inside = place < first + num_rows
         block = tl.load(tables + table + place // SIZE, mask=inside, other=0).to(tl.int64)
         source = block * block_stride + ((head // GROUP) * SIZE + place % SIZE) * DIM
-        keys = tl.load(k_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0)
+        keys = tl.load(k_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(queries.dtype)
         weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
         seen = place[None, :] <= position[:, None]
         if HAS_WINDOW:
             seen = seen & (place[None, :] > position[:, None] - window)
         weights = tl.where(seen, weights, float("-inf"))
-        values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0)
+        values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(queries.dtype)
         peak, mass, total = _absorb(peak, mass, total, weights, values, PRECISION)
     mass = tl.where(mass > 0.0, mass, 1.0)
     tl.store(out + query[:, None] + at[None, :], (total / mass[:, None]).to(out.dtype.element_ty), mask=used[:, None])
+
+
+@triton.jit
+def _product(
+    x, weight, bias, out, rows, width, depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x times the transposed weight. Each sum goes over `depth` from its beginning to its end, whatever `rows` is."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = tl.arange(0, STEP)
+    x_at = x + row.to(tl.int64)[:, None] * depth + at[None, :]
+    weight_at = weight + column.to(tl.int64)[:, None] * depth + at[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, depth, STEP):
+        inside = (start + at < depth)[None, :]
+        left = tl.load(x_at + start, mask=(row < rows)[:, None] & inside, other=0.0)
+        right = tl.load(weight_at + start, mask=(column < width)[:, None] & inside, other=0.0)
+        total += tl.dot(left, tl.trans(right), input_precision=PRECISION)
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+    there = (row < rows)[:, None] & (column < width)[None, :]
+    target = out + row.to(tl.int64)[:, None] * width + column[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -373,6 +399,7 @@ def attend_tiles(
     v_cache: Tensor,
     tables: Tensor,
     tiles: Tensor,
+    num_tiles: Tensor,
     out: Tensor,
     *,
     scale: float,
@@ -383,10 +410,28 @@ def attend_tiles(
     heads, dim = q.shape[1:]
     kv_heads, size = k_cache.shape[1:3]
     _attend_tiles[(len(tiles), heads)](
-        q, k_cache, v_cache, tables, tiles, out, scale, tables.stride(0), k_cache.stride(0), window or 0,
+        q, k_cache, v_cache, tables, tiles, num_tiles, out, scale, tables.stride(0), k_cache.stride(0), window or 0,
         HEADS=heads, GROUP=heads // kv_heads, SIZE=size, DIM=dim, ROWS=rows, TILE=64, HAS_WINDOW=window is not None,
         PRECISION=_precision(q), num_warps=8 if rows > 64 else 4, num_stages=_stages(q),
     )  # fmt: skip
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Row by row the same bits for any number of rows. (Sums of a row are in the same order in both kinds of tiles: a test on the
+    device compares them.)"""
+    rows, depth = x.shape
+    width = len(weight)
+    if x.dtype == torch.float32:
+        tile = (32, 32, 32, 4)
+    else:
+        tile = (64, 64, 64, 4) if rows <= 64 else (128, 128, 64, 8)
+    many, columns, step, warps = tile
+    _product[(triton.cdiv(rows, many), triton.cdiv(width, columns))](
+        x, weight, bias, out, rows, width, depth,
+        ROWS=many, COLUMNS=columns, STEP=step, HAS_BIAS=bias is not None, PRECISION=_precision(x), num_warps=warps,
+        num_stages=_stages(x),
+    )  # fmt: skip
+    return out
 
 
 PARTS = 64  # of a row of logits

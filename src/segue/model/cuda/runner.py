@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from segue.base.config import EngineConfig
-from segue.engine import StepPlan, StepResult
+from segue.engine import Row, SearchStep, StepPlan, StepResult
 from segue.kv import Copy
 from segue.model.cuda import kernels, search
 from segue.model.cuda.backend import CudaBackend
@@ -25,21 +25,41 @@ class CudaRunner(ModelRunner):
         super().__init__(decoder, backend, config)
         blocks = -(-config.max_sequence_len // config.block_size)
         self._steps = CudaSteps(decoder, backend, self.kv, config.max_running, blocks, config.max_step_tokens)
+        self._sweeps = search.Sweeps(decoder, self._steps, self._searcher, config.block_size)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.copies:
             self._copy(plan.copies)
         searches = [row.search for row in plan.rows if row.search is not None]
-        if searches and len(searches) == len(plan.rows) and all(map(search.is_plain, searches)):
+        if any(step.passes > 1 for step in searches):
+            return self._carry_out(plan.rows)
+        return self._execute(plan.rows, searches)
+
+    def can_finish(self, step: SearchStep, num_passes: int) -> bool:
+        return search.can_finish(step, num_passes, self._decoder.spec.vocab_size)
+
+    def _carry_out(self, rows: Sequence[Row]) -> StepResult:
+        """Searches alone, of which some go to their ends."""
+        whole = [at for at, row in enumerate(rows) if row.search is not None and row.search.passes > 1]
+        others = [at for at, row in enumerate(rows) if row.search is not None and row.search.passes == 1]
+        found = dict(zip(whole, self._sweeps.run([rows[at] for at in whole]), strict=True))
+        if others:
+            some = [rows[at] for at in others]
+            result = self._execute(some, [row.search for row in some if row.search is not None])
+            found.update(zip(others, result.candidates, strict=True))
+        return StepResult((), candidates=[found[at] for at in range(len(rows))])
+
+    def _execute(self, plan_rows: Sequence[Row], searches: Sequence[SearchStep]) -> StepResult:
+        if searches and len(searches) == len(plan_rows) and all(map(search.is_plain, searches)):
             count = max(each.num_candidates for each in searches)
-            step = self._steps.run(plan.rows, needs_head=True, num_candidates=count)
+            step = self._steps.run(plan_rows, needs_head=True, num_candidates=count)
             assert step.best is not None
             return StepResult((), candidates=search.expand(step.best, searches))
-        step = self._steps.run(plan.rows, needs_head=not searches)
+        step = self._steps.run(plan_rows, needs_head=not searches)
         if searches:
-            return self._choose(step.hidden, plan.rows)
-        rows = [row for row in plan.rows if row.sampling is not None]
+            return self._choose(step.hidden, plan_rows)
+        rows = [row for row in plan_rows if row.sampling is not None]
         if not rows:
             return StepResult(())
         if step.tokens is not None and all(is_plain(row) for row in rows):
@@ -76,7 +96,7 @@ class CudaRunner(ModelRunner):
     def close(self) -> None:
         if self.kv.device.type == "cuda":
             torch.cuda.synchronize(self.kv.device)
-        del self._steps
+        del self._steps, self._sweeps
         super().close()
 
 

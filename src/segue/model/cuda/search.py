@@ -1,14 +1,31 @@
-"""The best continuations of many groups of beams at once, out of whole vocabularies."""
+"""Beam searches of many requests at once: the best continuations of every group, and all passes without the host in between.
+
+    pass 1     the prefix's end ──▶ logits ──▶ the best of each group ──┐ tokens, and whose heirs they are
+    pass 2     tokens and slots of the beams, as the device knows them ◀┘ ──▶ logits ──▶ …
+
+The host knows everything else of a pass beforehand, and prepares it while the one before runs: only which beams lived on is
+the device's secret, and comes back once, for all passes.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from segue.engine import Candidates, SearchStep
+from segue.engine import Candidates, Row, SearchStep
 from segue.model.cuda import kernels
+from segue.model.cuda.steps import CudaSteps, Fed, Step
+from segue.model.decoder import Decoder
+from segue.model.items import Walk
+from segue.model.searcher import DeviceLevel, Searcher
+
+_MOST_LEGAL = 1 << 20  # continuations of one group that are looked through
+_MOST_AT_ONCE = 1 << 24  # of all groups
 
 
 def is_plain(step: SearchStep) -> bool:
@@ -16,26 +33,196 @@ def is_plain(step: SearchStep) -> bool:
     return step.constraint is None and not step.params.allowed_token_ids and step.params.temperature == 0.0
 
 
-def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens of each row, and their log-probabilities. The n largest numbers are in the n runs with the largest
-    maxima, so only these are looked through."""
-    rows, vocab = logits.shape
-    count = min(count, vocab)
-    maxima, total = kernels.survey(logits)
-    if maxima.shape[1] <= count:
-        top, tokens = logits.float().topk(count, dim=-1)
-        return tokens, top - total[:, None]
-    runs = maxima.topk(count, dim=-1, sorted=False).indices
-    places = runs[:, :, None] * kernels.CHUNK + torch.arange(kernels.CHUNK, device=logits.device)
-    places = places.view(rows, -1)
-    found = logits.gather(1, places.clamp(max=vocab - 1)).float().masked_fill_(places >= vocab, -torch.inf)
-    top, at = found.topk(count, dim=-1)
-    return places.gather(1, at), top - total[:, None]
+def can_finish(step: SearchStep, num_passes: int, vocab_size: int) -> bool:
+    """Whether `Sweeps` can carry a search so far: no line of it may end early."""
+    walk, width = step.constraint, step.params.width
+    if walk is None:
+        return is_plain(step) and width <= vocab_size
+    if not isinstance(walk, Walk) or not walk.catalogue.is_even or num_passes != walk.depth:
+        return False
+    first, *later = walk.catalogue.most_children[:num_passes]
+    return first <= _MOST_LEGAL and all(width * count <= _MOST_LEGAL for count in later)
+
+
+class Beams(NamedTuple):
+    """Those that live after a pass, [groups, width]. Where there are fewer, the others' scores are -inf."""
+
+    scores: Tensor
+    parents: Tensor  # in the pass before
+    tokens: Tensor
+    nodes: Tensor
+
+
+class Sweeps:
+    """Carries searches to their ends."""
+
+    def __init__(self, decoder: Decoder, steps: CudaSteps, searcher: Searcher, block_size: int) -> None:
+        self._decoder = decoder
+        self._steps = steps
+        self._searcher = searcher
+        self._block_size = block_size
+
+    def run(self, rows: Sequence[Row]) -> list[Candidates]:
+        """Each row's search, whose first pass it is; searches of one kind go together."""
+        kinds: dict[object, list[int]] = {}
+        for at, row in enumerate(rows):
+            kinds.setdefault(_kind(row), []).append(at)
+        found: dict[int, Candidates] = {}
+        for places in kinds.values():
+            found.update(zip(places, self._sweep([rows[at] for at in places]), strict=True))
+        return [found[at] for at in range(len(rows))]
+
+    def _sweep(self, rows: list[Row]) -> list[Candidates]:
+        steps = [row.search for row in rows if row.search is not None]
+        width, passes, walk = steps[0].params.width, steps[0].passes, steps[0].constraint
+        count = 0 if walk is not None else width
+        beams = self._choose(self._steps.run(rows, needs_head=True, num_candidates=count), steps, None)
+        history, tails = [beams], None
+        slots = self._slots(rows, steps, beams.tokens.device) if passes > 2 else None
+        for number in range(1, passes):
+            following = [_beam_row(row, step, number) for row, step in zip(rows, steps, strict=True)]
+            fed = Fed(beams.tokens.flatten(), tails)
+            step = self._steps.run(following, needs_head=True, num_candidates=count, fed=fed)
+            beams = self._choose(step, steps, beams, number)
+            history.append(beams)
+            if slots is not None and number + 1 < passes:
+                had = slots[number - 1][:, None] if tails is None else torch.cat([tails, slots[number - 1][:, None]], 1)
+                first = torch.arange(len(rows), device=had.device)[:, None] * width
+                tails = had[(first + beams.parents).flatten()]
+        return _as_candidates(history, walk)
+
+    def _slots(self, rows: list[Row], steps: list[SearchStep], device: torch.device) -> Tensor:
+        """[passes, beams] where the KV of each beam of each pass goes, but for the first and the last."""
+        width, passes = steps[0].params.width, steps[0].passes
+        inside = np.arange((passes - 2) * width)
+        found = np.empty((passes - 2, len(rows), width), np.int32)
+        for at, (row, step) in enumerate(zip(rows, steps, strict=True)):
+            places = step.num_shared + inside
+            blocks = np.frombuffer(row.blocks, np.int32)[places // self._block_size]
+            found[:, at] = (blocks * self._block_size + places % self._block_size).reshape(passes - 2, width)
+        there = torch.from_numpy(found.reshape(passes - 2, -1))
+        return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
+
+    def _choose(self, step: Step, steps: list[SearchStep], before: Beams | None, depth: int = 0) -> Beams:
+        """The best of each group."""
+        groups, width, walk = len(steps), steps[0].params.width, steps[0].constraint
+        if walk is None:
+            assert step.best is not None
+            tokens, logprobs = step.best
+            return _best(tokens, logprobs, torch.zeros_like(tokens), before, groups, width)
+        assert isinstance(walk, Walk)
+        logits = self._decoder.raw_logits(step.hidden) if step.logits is None else step.logits
+        count = walk.catalogue.most_children[depth]
+        rows_each = len(logits) // groups
+        at_once = max(_MOST_AT_ONCE // (count * rows_each), 1)
+        parts = []
+        for at in range(0, groups, at_once):
+            part = slice(at, at + at_once)
+            had = Beams(*(each[part] for each in before)) if before is not None else None
+            mine = logits[at * rows_each : (at + at_once) * rows_each]
+            legal = self._legal(mine, steps[part], had, depth, count)
+            parts.append(_best(*legal, had, len(steps[part]), width))
+        return parts[0] if len(parts) == 1 else Beams(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+    def _legal(
+        self, logits: Tensor, steps: list[SearchStep], before: Beams | None, depth: int, count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What may follow each beam: tokens, log-probabilities and nodes, [beams, count]; -inf where there are fewer."""
+        walk = steps[0].constraint
+        assert isinstance(walk, Walk)
+        levels, device = self._searcher.levels_of(walk.catalogue, logits.device), logits.device
+        here: DeviceLevel = levels[depth]
+        nodes = torch.arange(count, device=device)[None, :]
+        if before is None:
+            nodes = nodes.expand(len(logits), -1)
+            legal = torch.ones_like(nodes, dtype=torch.bool)
+        else:
+            above, at = levels[depth - 1].children, before.nodes.flatten().long()
+            begins, ends = above[at].long()[:, None], above[at + 1].long()[:, None]
+            nodes = nodes + begins
+            legal = nodes < ends
+            nodes = nodes.clamp(max=len(here.tokens) - 1)
+        each = len(logits) // len(steps)
+        for number, step in enumerate(steps):
+            denied = step.constraint.denied if isinstance(step.constraint, Walk) else None
+            if denied is not None and len(denied[depth]):
+                part = slice(number * each, (number + 1) * each)
+                legal[part] &= torch.isin(nodes[part], torch.from_numpy(denied[depth]).to(device), invert=True)
+        tokens = here.tokens[nodes].long()
+        own = logits.gather(1, tokens).float().masked_fill_(~legal, -torch.inf)
+        total = kernels.survey(logits)[1] if steps[0].params.scoring == "full" else own.logsumexp(-1)
+        return tokens, own - total[:, None], nodes
+
+
+def _kind(row: Row) -> tuple[object, ...]:
+    """What searches that go together have in common."""
+    step = row.search
+    assert step is not None
+    walk = step.constraint
+    return step.params.width, step.passes, id(walk.catalogue) if isinstance(walk, Walk) else None, step.params.scoring
+
+
+def _beam_row(row: Row, step: SearchStep, number: int) -> Row:
+    """A later pass: all of it that the host knows. Ancestors are the device's to fill in."""
+    width = step.params.width
+    start = step.num_shared + (number - 1) * width
+    tails = [array("i", range(step.num_shared + at, start + width, width)) for at in range(width)]
+    return row._replace(
+        tokens=array("i", bytes(4 * width)), start=start, stop=start + width, search=step._replace(tails=tails)
+    )
+
+
+def _best(tokens: Tensor, logprobs: Tensor, nodes: Tensor, before: Beams | None, groups: int, width: int) -> Beams:
+    """Out of each beam's continuations, [beams, count], those of each group that are best with what its beams have."""
+    count = tokens.shape[1]
+    totals = logprobs.reshape(groups, -1, count)
+    if before is not None:
+        totals = totals + before.scores[:, :, None]
+        totals = torch.where(before.scores[:, :, None] == -torch.inf, -torch.inf, totals)
+    totals = totals.reshape(groups, -1)
+    found = min(width, totals.shape[1])
+    scores, where = totals.topk(found, dim=-1)
+    parents = where // count
+    tokens, nodes = (each.reshape(groups, -1).gather(1, where) for each in (tokens, nodes))
+    beams = Beams(scores, parents.int(), tokens.int(), nodes.int())
+    if found == width:
+        return beams
+    fill = (-torch.inf, 0, 0, 0)
+    return Beams(
+        *(torch.nn.functional.pad(each, (0, width - found), value=v) for each, v in zip(beams, fill, strict=True))
+    )
+
+
+def _as_candidates(history: list[Beams], walk: object) -> list[Candidates]:
+    """All passes in one copy; each pass's candidates lead to the next one's."""
+    packed = torch.stack([torch.stack([beams.scores.view(torch.int32), *beams[1:]]) for beams in history]).cpu()
+    scores = packed[:, 0].contiguous().view(torch.float32)
+    if bool(scores.isnan().any()):
+        raise ValueError("the model gave logits that are not numbers")
+    counts = (scores > -torch.inf).sum(-1).tolist()
+    values, (parents, tokens, nodes) = scores.tolist(), (packed[:, at].tolist() for at in (1, 2, 3))
+    depth = walk.depth if isinstance(walk, Walk) else None
+    found = []
+    for group in range(len(counts[0])):
+        chain: Candidates | None = None
+        for number in reversed(range(len(history))):
+            kept = counts[number][group]
+            chain = Candidates(
+                parents[number][group][:kept],
+                tokens[number][group][:kept],
+                values[number][group][:kept],
+                nodes[number][group][:kept],
+                [number + 1 == depth] * kept,
+                chain,
+            )
+        assert chain is not None
+        found.append(chain)
+    return found
 
 
 def expand(best: tuple[Tensor, Tensor], steps: Sequence[SearchStep]) -> list[Candidates]:
-    """`best` has a row for each beam, group after group. A group's candidates are among the best of each of its beams, so two
-    small choices take the place of a large one; all that comes back comes in one copy."""
+    """One pass. `best` has a row for each beam, group after group. A group's candidates are among the best of each of its beams,
+    so two small choices take the place of a large one; all that comes back comes in one copy."""
     tokens, logprobs = best
     device, most, groups = tokens.device, tokens.shape[1], len(steps)
     widths = [len(step.scores) for step in steps]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -12,14 +12,14 @@ from torch import Tensor
 from segue.engine import Row
 from segue.model.batch import Batch
 from segue.model.cuda import kernels
-from segue.model.cuda.backend import Attention, CudaBackend, Pieces
-from segue.model.cuda.inputs import Inputs, make_inputs
-from segue.model.cuda.search import best_tokens
+from segue.model.cuda.backend import MOST_ROWS, Attention, CudaBackend, Pieces, Tiles
+from segue.model.cuda.inputs import TILE_FIELDS, Inputs, make_inputs
+from segue.model.cuda.vocabulary import best_tokens
 from segue.model.cuda.work import FIELDS, MOST_PIECES, IntArray, most_results
 from segue.model.decoder import Decoder
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)  # rows of a recorded step
-MOST_ROWS = SIZES[-1]
+SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, MOST_ROWS)  # rows of a recorded step
+T = TypeVar("T")
 _TAIL = 64  # tokens that a beam of a recorded step has for itself, at most
 
 
@@ -39,6 +39,13 @@ class Step(NamedTuple):
         return Step(self.hidden[:count], logits, tokens, best)
 
 
+class Fed(NamedTuple):
+    """What the device has and the host does not know: the rows' tokens, and, of beams, the slots of those that came before."""
+
+    tokens: Tensor  # [rows]
+    tails: Tensor | None = None  # [rows, tokens]
+
+
 class Launched(NamedTuple):
     """A step under way: `arrived` holds its tokens once it is `done`."""
 
@@ -48,23 +55,24 @@ class Launched(NamedTuple):
     done: torch.cuda.Event
 
 
-class _Views(NamedTuple):
-    """`Inputs` on the device."""
+class _Fields(NamedTuple, Generic[T]):
+    """`Inputs`, and where each row's token is in what the device has, as parts of one buffer."""
 
-    tokens: Tensor
-    positions: Tensor
-    slots: Tensor
-    contexts: Tensor
-    samples: Tensor
-    starts: Tensor
-    counts: Tensor
-    own: Tensor
-    shared: Tensor
-    last: Tensor
-    results: Tensor
-    tables: Tensor
-    tails: Tensor
-    tiles: Tensor
+    tokens: T
+    positions: T
+    slots: T
+    contexts: T
+    samples: T
+    sources: T
+    starts: T
+    counts: T
+    own: T
+    shared: T
+    last: T
+    results: T
+    tiles: T
+    tails: T
+    tables: T
 
 
 class _Kind(NamedTuple):
@@ -74,6 +82,7 @@ class _Kind(NamedTuple):
     has_own: bool
     has_shared: bool
     has_tails: bool
+    has_tiles: bool
     has_head: bool
     num_candidates: int = 0  # of each row, that a search looks at
 
@@ -83,12 +92,10 @@ class _Recorded(NamedTuple):
     step: Step
 
 
-class _Layout:
-    """Where in one buffer each of a step's arrays lies: with room for any step of few rows, or as large as a step needs."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        ends = np.cumsum(sizes)
-        self.slices = [slice(end - size, end) for end, size in zip(ends.tolist(), sizes, strict=True)]
+def _parts(sizes: _Fields[int]) -> _Fields[slice]:
+    """One after the other."""
+    ends = np.cumsum(sizes).tolist()
+    return _Fields(*(slice(end - size, end) for end, size in zip(ends, sizes, strict=True)))
 
 
 class CudaSteps:
@@ -103,23 +110,31 @@ class CudaSteps:
         self._max_blocks = max_blocks
         rows = min(MOST_ROWS, max_tokens)
         sequences = min(max_sequences, rows)
-        self._fixed = _Layout(
-            (
-                *(rows,) * 6,
-                rows + 1,
-                3,
-                rows * MOST_PIECES * FIELDS,
-                rows * MOST_PIECES * FIELDS,
-                rows * FIELDS,
-                most_results(rows),
-                rows * _TAIL,
-                sequences * max_blocks,
-            )
+        sizes = _Fields(
+            tokens=rows,
+            positions=rows,
+            slots=rows,
+            contexts=rows,
+            samples=rows,
+            sources=rows,
+            starts=rows + 1,
+            counts=4,
+            own=rows * MOST_PIECES * FIELDS,
+            shared=rows * MOST_PIECES * FIELDS,
+            last=rows * FIELDS,
+            results=most_results(rows),
+            tiles=rows * TILE_FIELDS,
+            tails=rows * _TAIL,
+            tables=sequences * max_blocks,
         )
         self._max_rows, self._max_sequences = rows, sequences
-        device = backend.device
-        self._host = torch.zeros(self._fixed.slices[-1].stop, dtype=torch.int32, pin_memory=device.type == "cuda")
+        device, parts = backend.device, _parts(sizes)
+        self._tables_at = parts.tables.start
+        self._host = torch.zeros(parts.tables.stop, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros_like(self._host, device=device)
+        array: IntArray = self._host.numpy()
+        self._written = _Fields(*(array[part] for part in parts))
+        self._read = _Fields(*(self._device[part] for part in parts))
         results = most_results(rows)
         self._sums = torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device)
         self._logs = torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device)
@@ -133,15 +148,15 @@ class CudaSteps:
         self._recorded: dict[_Kind, _Recorded] = {}
         self._pool: Any = None
 
-    def run(self, rows: Sequence[Row], *, needs_head: bool, num_candidates: int = 0) -> Step:
+    def run(self, rows: Sequence[Row], *, needs_head: bool, num_candidates: int = 0, fed: Fed | None = None) -> Step:
         """Of the rows that are sampled from, in order. With `num_candidates`, so many of each, for a search."""
         inputs = self._inputs(rows)
         if not self._fits(inputs):
-            hidden = self._decoder.hidden(self._batch(inputs), self._kv)
+            hidden = self._decoder.hidden(self._batch(inputs, fed), self._kv)
             if not num_candidates:
                 return Step(hidden)
             return Step(hidden, best=best_tokens(self._decoder.raw_logits(hidden), num_candidates))
-        return self._replay(inputs, needs_head=needs_head, num_candidates=num_candidates)
+        return self._replay(inputs, fed, needs_head=needs_head, num_candidates=num_candidates)
 
     def fit(self, rows: Sequence[Row]) -> Inputs | None:
         """For `launch`; None if these are too many."""
@@ -155,7 +170,8 @@ class CudaSteps:
             places = {sequence: at for at, sequence in enumerate(after.sequences)}
             sources = np.zeros(len(inputs.tokens), np.int32)
             sources[inputs.samples] = [places[row.sequence_id] for row in rows]
-        step = self._replay(inputs, sources, after.tokens if after is not None else None, needs_head=True)
+        fed = Fed(after.tokens) if after is not None else None
+        step = self._replay(inputs, fed, sources, needs_head=True)
         assert step.tokens is not None
         self._turn ^= 1
         arrived = self._arrived[self._turn][: len(step.tokens)]
@@ -166,40 +182,46 @@ class CudaSteps:
         return Launched(step.tokens, sequences, arrived, done)
 
     def _inputs(self, rows: Sequence[Row]) -> Inputs:
-        return make_inputs(rows, self._block_size, self._backend.group_rows, self._backend.tile_rows)
+        backend = self._backend
+        return make_inputs(rows, self._block_size, backend.group_rows, backend.tile_rows, alone=backend.exact)
 
     def _replay(
         self,
         inputs: Inputs,
+        fed: Fed | None,
         sources: IntArray | None = None,
-        fed: Tensor | None = None,
         *,
         needs_head: bool,
         num_candidates: int = 0,
     ) -> Step:
-        own, shared, last = inputs.counts.tolist()
-        kind = _Kind(_size(len(inputs.tokens)), own > 0, shared > 0, last > 0, needs_head, num_candidates)
+        """`sources`: which of the tokens that it is fed is each row's, if they are not in its order."""
+        own, shared, last, tiles = (inputs.counts > 0).tolist()
+        kind = _Kind(_size(len(inputs.tokens)), own, shared, last, tiles, needs_head, num_candidates)
         recorded = self._recorded.get(kind)
         if recorded is None:
             self._fill(inputs, kind.rows)
             recorded = self._record(kind)
         self._fill(inputs, kind.rows, sources)
-        if sources is not None and fed is not None:
-            count = len(sources)
-            tokens, places = self._device[self._fixed.slices[0]], self._device[self._fixed.slices[5]]
-            torch.index_select(fed, 0, places[:count], out=tokens[:count])
-            tokens[:count].clamp_(
-                min=0
-            )  # -1 says that the last step failed, as this one will: it must not end the device
+        if fed is not None:
+            self._feed(fed, len(inputs.tokens), has_sources=sources is not None)
         recorded.graph.replay()
         return recorded.step.cut(len(inputs.samples))
+
+    def _feed(self, fed: Fed, count: int, *, has_sources: bool) -> None:
+        tokens, sources, tails = self._read.tokens, self._read.sources, self._read.tails
+        if has_sources:
+            torch.index_select(fed.tokens, 0, sources[:count], out=tokens[:count])
+            tokens[:count].clamp_(min=0)  # -1: the last step failed, as this one will; it must not end the device
+        else:
+            tokens[:count].copy_(fed.tokens)
+        if fed.tails is not None:
+            tails.view(-1, _TAIL)[:count, : fed.tails.shape[1]] = fed.tails
 
     def _fits(self, inputs: Inputs) -> bool:
         return (
             self._backend.device.type == "cuda"
             and len(inputs.tokens) <= self._max_rows
             and len(inputs.tables) <= self._max_sequences
-            and not len(inputs.tiles)
             and inputs.tails.shape[1] <= _TAIL
             and len(inputs.own) <= self._max_rows * MOST_PIECES
             and len(inputs.shared) <= self._max_rows * MOST_PIECES
@@ -208,79 +230,77 @@ class CudaSteps:
 
     # Recorded steps
 
-    def _fill(self, inputs: Inputs, size: int, from_rows: IntArray | None = None) -> None:
+    def _fill(self, inputs: Inputs, size: int, sources: IntArray | None = None) -> None:
         """Into the buffer that graphs read. Rows beyond the step's own write to the null block, and attend to nothing."""
         if self._copied is not None:
             self._copied.synchronize()
-        array: IntArray = self._host.numpy()
-        (
-            tokens,
-            positions,
-            slots,
-            contexts,
-            samples,
-            sources,
-            starts,
-            counts,
-            own,
-            shared,
-            last,
-            results,
-            tails,
-            tables,
-        ) = (array[part] for part in self._fixed.slices)
-        count = len(inputs.tokens)
+        there, count = self._written, len(inputs.tokens)
         for field, values in (
-            (tokens, inputs.tokens),
-            (positions, inputs.positions),
-            (slots, inputs.slots),
-            (contexts, inputs.contexts),
-            (samples, inputs.samples),
+            (there.tokens, inputs.tokens),
+            (there.positions, inputs.positions),
+            (there.slots, inputs.slots),
+            (there.contexts, inputs.contexts),
+            (there.samples, inputs.samples),
         ):
             field[: len(values)] = values
             field[len(values) : size] = 0
-        if from_rows is not None:
-            sources[: len(from_rows)] = from_rows
-        starts[: count + 1] = inputs.starts
-        starts[count + 1 : size + 1] = inputs.starts[-1]
-        counts[:] = inputs.counts
-        for field, made in ((own, inputs.own), (shared, inputs.shared), (last, inputs.last), (results, inputs.results)):
-            field[: made.size] = made.ravel()
+        if sources is not None:
+            there.sources[: len(sources)] = sources
+        there.starts[: count + 1] = inputs.starts
+        there.starts[count + 1 : size + 1] = inputs.starts[-1]
+        there.counts[:] = inputs.counts
+        for field, values in (
+            (there.own, inputs.own),
+            (there.shared, inputs.shared),
+            (there.last, inputs.last),
+            (there.results, inputs.results),
+            (there.tiles, inputs.tiles),
+        ):
+            field[: values.size] = values.ravel()
         if inputs.tails.size:
-            tails.reshape(-1, _TAIL)[: len(inputs.tails), : inputs.tails.shape[1]] = inputs.tails
+            there.tails.reshape(-1, _TAIL)[: len(inputs.tails), : inputs.tails.shape[1]] = inputs.tails
         used, width = inputs.tables.shape
-        tables.reshape(-1, self._max_blocks)[:used, :width] = inputs.tables
-        upto = self._fixed.slices[-1].start + used * self._max_blocks
+        there.tables.reshape(-1, self._max_blocks)[:used, :width] = inputs.tables
+        upto = self._tables_at + used * self._max_blocks
         self._device[:upto].copy_(self._host[:upto], non_blocking=True)
         self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
 
     def _static(self, kind: _Kind) -> Batch:
         """The buffer's arrays, as a step of this kind sees them."""
-        tokens, positions, slots, contexts, samples, _, starts, counts, own, shared, last, results, tails, tables = (
-            self._device[part] for part in self._fixed.slices
+        there, rows = self._read, kind.rows
+        tables = there.tables.view(-1, self._max_blocks)
+        attention = Attention(
+            self._lists(kind[1:4], there, tables, there.tails.view(-1, _TAIL)),
+            there.results,
+            there.starts,
+            there.contexts,
+            Tiles(there.tiles.view(-1, TILE_FIELDS)[:rows], there.counts[3:]) if kind.has_tiles else None,
+            tables,
+            self._sums,
+            self._logs,
         )
-        by_block, by_slot = tables.view(-1, self._max_blocks), tails.view(-1, _TAIL)
-        lists = []
-        if kind.has_own:
-            lists.append(Pieces(own.view(-1, FIELDS), counts[:1], by_block))
-        if kind.has_shared:
-            lists.append(Pieces(shared.view(-1, FIELDS), counts[1:2], by_block, self._backend.group_rows))
-        if kind.has_tails:
-            lists.append(Pieces(last.view(-1, FIELDS), counts[2:3], by_slot, by_slot=True))
-        attention = Attention(lists, results, starts, contexts, None, by_block, self._sums, self._logs)
-        rows = kind.rows
         return Batch(
-            tokens[:rows],
-            positions[:rows],
-            slots[:rows],
-            by_block,
-            starts,
-            contexts,
-            samples[:rows],
+            there.tokens[:rows],
+            there.positions[:rows],
+            there.slots[:rows],
+            tables,
+            there.starts,
+            there.contexts,
+            there.samples[:rows],
             (),
             attention=attention,
         )
+
+    def _lists(self, used: Sequence[bool], there: _Fields[Tensor], tables: Tensor, tails: Tensor) -> list[Pieces]:
+        """Of the three kinds of pieces, those that a step has."""
+        counts = there.counts
+        lists = (
+            Pieces(there.own.view(-1, FIELDS), counts[:1], tables),
+            Pieces(there.shared.view(-1, FIELDS), counts[1:2], tables, self._backend.group_rows),
+            Pieces(there.last.view(-1, FIELDS), counts[2:3], tails, by_slot=True),
+        )
+        return [each for each, is_used in zip(lists, used, strict=True) if is_used]
 
     def _record(self, kind: _Kind) -> _Recorded:
         batch = self._static(kind)
@@ -302,43 +322,47 @@ class CudaSteps:
 
     # Steps of many tokens
 
-    def _batch(self, inputs: Inputs) -> Batch:
+    def _batch(self, inputs: Inputs, fed: Fed | None) -> Batch:
         device, spec = self._backend.device, self._decoder.spec
-        arrays = [np.ascontiguousarray(array, np.int32) for array in inputs]
-        layout = _Layout([array.size for array in arrays])
-        host = torch.empty(layout.slices[-1].stop, dtype=torch.int32, pin_memory=device.type == "cuda")
+        arrays = _Fields(
+            sources=_NONE, **{name: np.ascontiguousarray(each, np.int32) for name, each in inputs._asdict().items()}
+        )
+        parts = _parts(_Fields(*(array.size for array in arrays)))
+        host = torch.empty(parts.tables.stop, dtype=torch.int32, pin_memory=device.type == "cuda")
         whole: IntArray = host.numpy()
-        for part, array in zip(layout.slices, arrays, strict=True):
+        for part, array in zip(parts, arrays, strict=True):
             whole[part] = array.ravel()
-        there = host.to(device, non_blocking=True)
-        found = _Views(*(there[part].view(array.shape) for part, array in zip(layout.slices, arrays, strict=True)))
-        lists = [
-            Pieces(made, found.counts[at : at + 1], table, rows, by_slot=at == 2)
-            for at, (made, table, rows) in enumerate(
-                (
-                    (found.own, found.tables, 1),
-                    (found.shared, found.tables, self._backend.group_rows),
-                    (found.last, found.tails, 1),
-                )
-            )
-            if len(made)
-        ]
+        copied = host.to(device, non_blocking=True)
+        there = _Fields(*(copied[part].view(array.shape) for part, array in zip(parts, arrays, strict=True)))
+        if fed is not None:
+            there.tokens.copy_(fed.tokens)
+            if fed.tails is not None:
+                there.tails[:, : fed.tails.shape[1]] = fed.tails
         results = len(inputs.results)
-        sums = torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device)
-        logs = torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device)
-        tiles = found.tiles if len(inputs.tiles) else None
-        attention = Attention(lists, found.results, found.starts, found.contexts, tiles, found.tables, sums, logs)
+        attention = Attention(
+            self._lists((inputs.counts[:3] > 0).tolist(), there, there.tables, there.tails),
+            there.results,
+            there.starts,
+            there.contexts,
+            Tiles(there.tiles, there.counts[3:]) if len(inputs.tiles) else None,
+            there.tables,
+            torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device),
+            torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device),
+        )
         return Batch(
-            found.tokens,
-            found.positions,
-            found.slots,
-            found.tables,
-            found.starts,
-            found.contexts,
-            found.samples,
+            there.tokens,
+            there.positions,
+            there.slots,
+            there.tables,
+            there.starts,
+            there.contexts,
+            there.samples,
             (),
             attention=attention,
         )
+
+
+_NONE = np.zeros(0, np.int32)
 
 
 def _size(num_rows: int) -> int:
