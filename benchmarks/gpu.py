@@ -1,21 +1,36 @@
-"""The engine on a CUDA device, beside what the memory's speed allows.
+"""The engine on a CUDA device, beside vLLM and what the memory's speed allows: one table.
 
-    python benchmarks/gpu.py [--shape qwen3-1.7b|llama-8b] [--only decode,first,beams,forks,profile]
+    python benchmarks/gpu.py [--shape qwen3-1.7b|llama-8b] [--only decode,first,beams,forks,agents,idle,profile] [--exact]
 
 Weights are random and in bf16: how fast a step is does not depend on them. Each figure is the least of several rounds. The floor
-of a decode step is one read of the weights.
+of a decode step is one read of the weights. vLLM runs first, in a process of its own, if it can be imported (`--no-vllm`: not).
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
+import importlib.util
+import json
+import os
 import random
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 
-from segue import BeamParams, Engine, Request, SamplingParams
+from segue import BeamParams, Catalogue, Engine, Request, SamplingParams
+from segue.bench.arrivals import arrival_times
+from segue.bench.generated import AgentJob, agents
+from segue.bench.local import play_locally
+from segue.bench.workload import Texts, Workload
 from segue.model.chat import ChatTemplate
 from segue.model.loading import LoadedModel
 from segue.model.spec import ModelSpec, tensor_shapes
@@ -36,6 +51,8 @@ SHAPES = {
         "rope_theta": 500000.0, "hidden_act": "silu", "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
     },
 }  # fmt: skip
+Figures = dict[str, float]
+BEAMS = "beams, 32 x 3 on a held state of 705"
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -58,10 +75,13 @@ class RandomWeights(Mapping[str, torch.Tensor]):
         return len(self._shapes)
 
 
-def open_engine(shape: str, **options: object) -> Engine:
+def load(shape: str) -> LoadedModel:
     spec = ModelSpec.from_hf_config(SHAPES[shape])
-    loaded = LoadedModel(shape, spec, RandomWeights(spec), ByteTokenizer(), ChatTemplate("", "", ""), f"random {shape}")
-    return Engine(loaded, device="cuda", max_model_len=8192, max_step_tokens=4096, **options)
+    return LoadedModel(shape, spec, RandomWeights(spec), ByteTokenizer(), ChatTemplate("", "", ""), f"random {shape}")
+
+
+def open_engine(shape: str, **options: object) -> Engine:
+    return Engine(load(shape), device="cuda", max_model_len=8192, max_step_tokens=4096, **options)
 
 
 class Prompts:
@@ -83,7 +103,8 @@ def timed(engine: Engine, *args: object, **options: object) -> float:
     return time.perf_counter() - began
 
 
-def decode(engine: Engine, prompt: Prompts) -> None:
+def decode(engine: Engine, prompt: Prompts) -> Figures:
+    found = {}
     for batch in (1, 32, 128):
         prompts = [prompt(64) for _ in range(batch)]
         short, long = (SamplingParams(max_tokens=count, **GREEDY) for count in (32, 160))
@@ -92,54 +113,64 @@ def decode(engine: Engine, prompt: Prompts) -> None:
         def run(params: SamplingParams, prompts=prompts) -> float:
             return least(lambda: timed(engine, prompts, params, detokenize=False), 5)
 
-        print(f"decode step, batch {batch}: {(run(long) - run(short)) / 128 * 1e3:.3f} ms", flush=True)
+        found[f"decode step, batch {batch}"] = (run(long) - run(short)) / 128 * 1e3
+    return found
 
 
-def first(engine: Engine, prompt: Prompts) -> None:
-    one = SamplingParams(max_tokens=1, **GREEDY)
+def first(engine: Engine, prompt: Prompts) -> Figures:
+    one, found = SamplingParams(max_tokens=1, **GREEDY), {}
     for length in (705, 2900):
         cold = least(lambda length=length: timed(engine, prompt(length), one, detokenize=False), 6)
         known = prompt(length)
         timed(engine, known, one, detokenize=False)
         warm = least(lambda known=known: timed(engine, known, one, detokenize=False), 12)
-        result = engine.generate(known, one, hold=True, detokenize=False)[0]
-        state = result.request_id
+        state = engine.generate(known, one, hold=True, detokenize=False)[0].request_id
         suffix = prompt(5)
 
         def run(state=state, suffix=suffix) -> float:
             return timed(engine, Request(params=one, parent=state, suffix=suffix, detokenize=False))
 
         run()
-        print(
-            f"first token, {length} tokens: cold {cold * 1e3:.2f} ms, known {warm * 1e3:.2f} ms, "
-            f"a continuation by 5 {least(run, 30) * 1e3:.2f} ms",
-            flush=True,
-        )
+        found[f"first token, cold {length}"] = cold * 1e3
+        found[f"first token, known {length}"] = warm * 1e3
+        found[f"first token, {length} continued by 5"] = least(run, 30) * 1e3
         engine.release(state)
+    return found
 
 
-def beams(engine: Engine, prompt: Prompts) -> None:
-    for width in (8, 32):
-        result = engine.generate(prompt(705), SamplingParams(max_tokens=1, **GREEDY), hold=True, detokenize=False)[0]
-        beam = BeamParams(width=width, max_tokens=3, ignore_eos=True)
+def items(vocab_size: int) -> Catalogue:
+    """A hundred thousand, three tokens each."""
+    randomly = np.random.default_rng(0)
+    tokens = randomly.integers(vocab_size - 768, vocab_size - 512, (100_000, 3)) + np.array([0, 256, 512])
+    tokens = np.unique(tokens, axis=0).astype(np.int32)
+    return Catalogue.from_arrays(tokens, [f"item {at}" for at in range(len(tokens))])
+
+
+def beams(engine: Engine, prompt: Prompts) -> Figures:
+    found, one = {}, SamplingParams(max_tokens=1, **GREEDY)
+    engine.set_catalogue("items", items(engine.model.spec.vocab_size))
+    plain, chosen = BeamParams(width=32, max_tokens=3, ignore_eos=True), BeamParams(width=32, catalogue="items")
+    states = [engine.generate(prompt(705), one, hold=True, detokenize=False)[0].request_id for _ in range(16)]
+    for name, beam in ((BEAMS, plain), ("the same among 100,000 items", chosen)):
         suffix = prompt(5)
 
-        def run(state=result.request_id, beam=beam, suffix=suffix) -> float:
+        def run(state=states[0], beam=beam, suffix=suffix) -> float:
             return timed(engine, Request(beam=beam, parent=state, suffix=suffix, detokenize=False))
 
         run()
-        print(f"beams, width {width}, 3 tokens on a held state: {least(run, 12) * 1e3:.2f} ms", flush=True)
-    states = [
-        engine.generate(prompt(705), SamplingParams(max_tokens=1, **GREEDY), hold=True, detokenize=False)[0].request_id
-        for _ in range(16)
-    ]
-    many = [Request(beam=beam, parent=state, suffix=prompt(5), detokenize=False) for state in states for _ in range(4)]
-    timed(engine, many[:16])
-    taken = least(lambda: timed(engine, many), 3)
-    print(f"beams, width 32, {len(many)} requests at once: {len(many) / taken:.1f} a second", flush=True)
+        found[name] = least(run, 12) * 1e3
+        many = [
+            Request(beam=beam, parent=state, suffix=prompt(5), detokenize=False) for state in states for _ in range(4)
+        ]
+        timed(engine, many[:16])
+        timed(engine, many)
+        found[f"{name}, many at once, a second"] = len(many) / least(lambda many=many: timed(engine, many), 4)
+    for state in states:
+        engine.release(state)
+    return found
 
 
-def forks(engine: Engine, prompt: Prompts) -> None:
+def forks(engine: Engine, prompt: Prompts) -> Figures:
     held = engine.generate(prompt(2900), SamplingParams(max_tokens=1, **GREEDY), hold=True, detokenize=False)[0]
     short, long = (SamplingParams(max_tokens=count, **GREEDY) for count in (8, 40))
 
@@ -150,23 +181,73 @@ def forks(engine: Engine, prompt: Prompts) -> None:
 
     own = [prompt(64) for _ in range(32)]
     suffixes = [prompt(1) for _ in range(32)]
+
+    def alone(params: SamplingParams) -> list[Request]:
+        return [Request(each, params, detokenize=False) for each in own]
+
+    def forked(params: SamplingParams) -> list[Request]:
+        return [Request(params=params, parent=held.request_id, suffix=each, detokenize=False) for each in suffixes]
+
     for params in (short, long):  # records what is new, and is not counted
-        timed(engine, [Request(each, params, detokenize=False) for each in own])
-        timed(
-            engine, [Request(params=params, parent=held.request_id, suffix=each, detokenize=False) for each in suffixes]
+        timed(engine, alone(params))
+        timed(engine, forked(params))
+    of_short, of_forks = run(alone), run(forked)
+    engine.release(held.request_id)
+    return {
+        "step of 32 short contexts": of_short * 1e3,
+        "step of 32 forks of 2,900": of_forks * 1e3,
+        "forks of short": of_forks / of_short,
+    }
+
+
+def idle(engine: Engine, prompt: Prompts) -> Figures:
+    """The share of decode steps in which the device has nothing to do."""
+    found = {}
+    for batch in (1, 32, 128):
+        for each in [prompt(64) for _ in range(batch)]:
+            engine.submit(each, SamplingParams(max_tokens=200, **GREEDY), detokenize=False)
+        for _ in range(30):
+            engine.step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            for _ in range(50):
+                engine.step()
+            torch.cuda.synchronize()
+        spans = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in seen.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
         )
-    alone = run(lambda params: [Request(each, params, detokenize=False) for each in own])
-    forked = run(
-        lambda params: [
-            Request(params=params, parent=held.request_id, suffix=each, detokenize=False) for each in suffixes
-        ]
-    )
-    print(
-        f"32 forks of 2,900 tokens: a step {forked * 1e3:.3f} ms, of 32 short ones {alone * 1e3:.3f}: {forked / alone:.2f}"
-    )
+        busy, end = 0.0, spans[0][0]
+        for begin, until in spans:
+            busy += max(until - max(begin, end), 0.0)
+            end = max(end, until)
+        found[f"device idle, batch {batch}, %"] = 100 * (1 - busy / (end - spans[0][0]))
+        while engine.has_work:
+            engine.step()
+    return found
 
 
-def profile(engine: Engine, prompt: Prompts) -> None:
+def agents_workload(rate: float, seconds: float) -> Workload:
+    """Each job's text is its own, as agents at work on different things have it."""
+    return agents(arrival_times("poisson", rate, seconds, 0), 0, AgentJob(usual=0.0))
+
+
+def agents_here(shape: str, options: argparse.Namespace) -> Figures:
+    """The published eight-turn job, in the published pool."""
+    workload = agents_workload(options.jps, options.seconds)
+    found = {}
+    for policy, tiers in (("fcfs", []), ("adaptive", []), ("adaptive", ["host=64GiB"])):
+        played = play_locally(
+            workload, load(shape), policy, tiers, device="cuda", num_blocks=5403, max_model_len=8192,
+            max_step_tokens=4096, exact=options.exact,
+        )  # fmt: skip
+        name = f"agents, {options.jps:g} jobs/s, {policy}{' + host' if tiers else ''}, s a job"
+        found[name] = statistics.mean(played.durations.values())
+        print(f"  {name}: {found[name]:.2f}, {played.num_computed:,} tokens computed, {played.num_recomputed:,} again")
+    return found
+
+
+def profile(engine: Engine, prompt: Prompts) -> Figures:
     """Where the time of decode steps goes, on the host and on the device."""
     for batch in (1, 32, 128):
         for each in [prompt(64) for _ in range(batch)]:
@@ -189,26 +270,183 @@ def profile(engine: Engine, prompt: Prompts) -> None:
             print(f"   {spent:8.1f} µs  {name}")
         while engine.has_work:
             engine.step()
+    return {}
 
 
-PARTS = {"decode": decode, "first": first, "beams": beams, "forks": forks, "profile": profile}
+# vLLM, in a process of its own
+
+
+def vllm_figures(shape: str, options: argparse.Namespace) -> Figures:
+    """Asked the same way: prompts as token ids, nothing detokenised, the least of several rounds."""
+    if importlib.util.find_spec("vllm") is None or options.no_vllm:
+        return {}
+    found: Figures = {}
+    wanted = [part for part in options.only.split(",") if part in ("decode", "first", "beams", "agents")]
+    for parts in ([part for part in wanted if part != "agents"], [part for part in wanted if part == "agents"]):
+        if not parts:
+            continue
+        command = [sys.executable, __file__, "--peer", "--shape", shape, "--only", ",".join(parts)]
+        command += ["--jps", str(options.jps), "--seconds", str(options.seconds)]
+        # Steps in the caller's process, as ours are; for agents as it is served, with a process for the engine.
+        own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if parts == ["agents"] else "0"}
+        quiet = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        done = subprocess.run(command, env=os.environ | quiet | own, stdout=subprocess.PIPE, text=True, check=False)
+        for line in done.stdout.splitlines():
+            if line.startswith("figure "):
+                found.update(json.loads(line.removeprefix("figure ")))
+        if done.returncode:
+            print(f"vLLM ended with status {done.returncode}: {done.stdout[-2000:]}")
+    return found
+
+
+def tell(found: Figures) -> None:
+    print("figure", json.dumps(found), flush=True)
+
+
+def as_vllm(shape: str, options: argparse.Namespace) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from vllm import LLM
+    from vllm import SamplingParams as Sampling
+    from vllm.sampling_params import BeamSearchParams
+
+    parts, prompt = options.only.split(","), Prompts()
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/config.json", "w") as file:
+            json.dump(SHAPES[shape], file)
+        words = Tokenizer(models.WordLevel({f"t{at}": at for at in range(SHAPES[shape]["vocab_size"])}, unk_token="t0"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t2", bos_token="t1")
+        fast.save_pretrained(folder)
+        pool = {"num_gpu_blocks_override": 5402} if parts == ["agents"] else {}
+        llm = LLM(
+            folder, load_format="dummy", max_model_len=8192, gpu_memory_utilization=0.5, dtype="bfloat16",
+            enable_prefix_caching=True, max_logprobs=128, max_num_batched_tokens=4096, **pool,
+        )  # fmt: skip
+
+    def run(prompts: list[list[int]], count: int) -> float:
+        params = Sampling(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
+        return time.perf_counter() - began
+
+    if "first" in parts:
+        for length in (705, 2900):
+            cold = least(lambda length=length: run([prompt(length)], 1), 6)
+            known = prompt(length)
+            run([known], 1)
+            warm = least(lambda known=known: run([known], 1), 12)
+            again = least(lambda known=known: run([[*known, *prompt(5)]], 1), 12)
+            tell({f"first token, cold {length}": cold * 1e3, f"first token, known {length}": warm * 1e3})
+            tell({f"first token, {length} continued by 5": again * 1e3})
+    if "decode" in parts:
+        for batch in (1, 32, 128):
+            prompts = [prompt(64) for _ in range(batch)]
+            run(prompts, 160)
+            long, short = (least(lambda count=count: run(prompts, count), 5) for count in (160, 32))
+            tell({f"decode step, batch {batch}": (long - short) / 128 * 1e3})
+    if "beams" in parts:
+        params = BeamSearchParams(beam_width=32, max_tokens=3, ignore_eos=True)
+
+        def search(prompts: list[list[int]]) -> float:
+            began = time.perf_counter()
+            llm.beam_search([{"prompt_token_ids": each} for each in prompts], params)
+            return time.perf_counter() - began
+
+        known = [prompt(705) for _ in range(16)]
+        run(known, 1)
+        tell({BEAMS: least(lambda: search(known[:1]), 4) * 1e3})
+        tell({f"{BEAMS}, many at once, a second": len(known) / least(lambda: search(known), 2)})
+    if "agents" in parts:
+        seconds = vllm_agents(llm.llm_engine, Sampling, agents_workload(options.jps, options.seconds), shape)
+        tell({f"agents, {options.jps:g} jobs/s, fcfs, s a job": seconds})
+
+
+def vllm_agents(engine: Any, sampling: Any, workload: Workload, shape: str) -> float:
+    """The same jobs at the same times; the mean of their seconds."""
+    texts = Texts(SHAPES[shape]["vocab_size"])
+    said = {job.id: array("i") for job in workload.jobs}
+    events = [(job.at, number, job, 0) for number, job in enumerate(workload.jobs)]
+    heapq.heapify(events)
+    count, under_way, took, began = len(events), {}, [], time.monotonic()
+    while events or under_way:
+        now = time.monotonic() - began
+        while events and events[0][0] <= now:
+            _, number, job, at = heapq.heappop(events)
+            texts.append(said[job.id], job.turns[at].added)
+            params = sampling(max_tokens=job.turns[at].num_output, temperature=0, ignore_eos=True, detokenize=False)
+            name = f"{job.id} {at}"
+            under_way[name] = job, at, number
+            engine.add_request(name, {"prompt_token_ids": said[job.id].tolist()}, params)
+        if not under_way:
+            time.sleep(max(events[0][0] - (time.monotonic() - began), 0.0))
+            continue
+        for output in engine.step():
+            if output.finished:
+                job, at, _ = under_way.pop(output.request_id)
+                said[job.id].extend(output.outputs[0].token_ids)
+                now = time.monotonic() - began
+                if at + 1 < len(job.turns):
+                    count += 1
+                    heapq.heappush(events, (now + job.turns[at].gap_seconds, count, job, at + 1))
+                else:
+                    took.append(now - job.at)
+    return statistics.mean(took)
+
+
+PARTS = {"decode": decode, "first": first, "beams": beams, "forks": forks, "idle": idle, "profile": profile}
+
+
+def floors(spec: ModelSpec) -> Figures:
+    """One read of the weights, as a rule; three for a search of three tokens."""
+    size = 2 * sum(torch.Size(each).numel() for name, each in tensor_shapes(spec).items() if name != "embed")
+    size += 2 * spec.vocab_size * spec.hidden_size if spec.tie_embeddings else 0
+    once = size / BYTES_PER_SECOND * 1e3
+    steps = [f"decode step, batch {batch}" for batch in (1, 32, 128)]
+    firsts = [f"first token, {length} continued by 5" for length in (705, 2900)]
+    return dict.fromkeys((*steps, *firsts), once) | {BEAMS: 3 * once}
+
+
+def table(ours: Figures, theirs: Figures, least_there_is: Figures) -> None:
+    print(f"  {'ms, unless said':58}{'ours':>9}{'vLLM':>9}{'ours/vLLM':>11}{'floor':>8}")
+    for name, value in ours.items():
+        peer, floor = theirs.get(name), least_there_is.get(name)
+        if peer is None and name.startswith("agents"):
+            peer = theirs.get(name.replace("adaptive + host", "fcfs").replace("adaptive", "fcfs"))
+        columns = (
+            f"{value:9.2f}",
+            f"{peer:9.2f}" if peer is not None else " " * 9,
+            f"{value / peer:11.3f}" if peer is not None else " " * 11,
+            f"{floor:8.2f}" if floor is not None else "",
+        )
+        print(f"  {name:58}{''.join(columns)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), action="append")
     parser.add_argument("--only", default="decode,first,beams,forks")
+    parser.add_argument("--exact", action="store_true", help="batch-invariant")
+    parser.add_argument("--jps", type=float, default=8.0, help="agents: jobs a second")
+    parser.add_argument("--seconds", type=float, default=30.0, help="agents: for how long they come")
+    parser.add_argument("--no-vllm", action="store_true")
+    parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     for shape in options.shape or list(SHAPES):
-        began = time.perf_counter()
-        with open_engine(shape, kv_memory="20GiB") as engine:
-            spec = engine.model.spec
-            size = 2 * sum(torch.Size(each).numel() for name, each in tensor_shapes(spec).items() if name != "embed")
-            size += 2 * spec.vocab_size * spec.hidden_size if spec.tie_embeddings else 0
-            print(f"{shape}: {engine.backend_note}; ready after {time.perf_counter() - began:.1f} s")
-            print(f"floor of a decode step: {size / BYTES_PER_SECOND * 1e3:.2f} ms")
-            for part in options.only.split(","):
-                PARTS[part](engine, Prompts())
+        if options.peer:
+            as_vllm(shape, options)
+            continue
+        theirs, ours, began = vllm_figures(shape, options), {}, time.perf_counter()
+        parts = options.only.split(",")
+        if set(parts) - {"agents"}:
+            with open_engine(shape, kv_memory="20GiB", exact=options.exact) as engine:
+                print(f"{shape}: {engine.backend_note}; ready after {time.perf_counter() - began:.1f} s")
+                for part in parts:
+                    if part != "agents":
+                        ours |= PARTS[part](engine, Prompts())
+        if "agents" in parts:
+            ours |= agents_here(shape, options)
+        table(ours, theirs, floors(ModelSpec.from_hf_config(SHAPES[shape])))
 
 
 if __name__ == "__main__":

@@ -92,6 +92,12 @@ def test_half_precision_logits_are_close(loaded, dtype):
     assert (full - half).norm() / full.norm() < 0.03
 
 
+def test_exact_products_and_tiles_give_the_cpus_tokens(loaded):
+    wanted = answers(loaded, num_blocks=64, device="cpu", native=False)
+    assert answers(loaded, num_blocks=64, device="cuda", dtype="fp32", exact=True) == wanted
+    assert answers(loaded, num_blocks=18, device="cuda", dtype="fp32", exact=True, max_step_tokens=32) == wanted
+
+
 def test_the_automatic_budget_takes_the_free_memory_and_says_so(loaded):
     with Engine(loaded, device="cuda", max_model_len=64) as engine:
         assert engine.budget.num_blocks > 10_000 and "device memory" in str(engine.budget)

@@ -26,8 +26,9 @@ def loaded(request):
     return LoadedModel("parity", spec, Weights.in_memory(weights), ByteTokenizer(), template, identity)
 
 
-def make(loaded, device="cuda", dtype="fp32", block_size=16):
-    return Engine(loaded, device=device, dtype=dtype, num_blocks=64, block_size=block_size, native=False)
+def make(loaded, device="cuda", dtype="fp32", block_size=16, *, exact=False):
+    """Plain torch, one sequence after the other; or our kernels, where they give the same whatever comes together."""
+    return Engine(loaded, device=device, dtype=dtype, num_blocks=64, block_size=block_size, native=exact, exact=exact)
 
 
 def start(engine, params, num_tokens=9):
@@ -37,8 +38,9 @@ def start(engine, params, num_tokens=9):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_an_answer_on_the_gpu_never_changes(loaded, dtype, params, tmp_path):
-    home, away = make(loaded, dtype=dtype), make(loaded, dtype=dtype, block_size=5)
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_answer_on_the_gpu_never_changes(loaded, dtype, params, exact, tmp_path):
+    home, away = (make(loaded, dtype=dtype, block_size=size, exact=exact) for size in (16, 5))
     wanted = home.generate(PROMPT, params)[0].completions[0]
     home.forget()
     stream, seen = start(home, params)
@@ -82,11 +84,19 @@ def test_another_precision_is_refused(loaded, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_an_answer_is_the_same_from_another_tier(loaded, dtype, tier, tmp_path, monkeypatch):
+def test_an_answer_is_the_same_from_another_tier(loaded, dtype, exact, tier, tmp_path, monkeypatch):
     monkeypatch.setattr("segue.kv.tiers.courier.Speed.seconds_for", lambda speed, num_bytes: 0.0)
     tiers = ["host=16MiB"] if tier == "host" else [f"disk={tmp_path / 'kv'},16MiB"]
-    options = {"device": "cuda", "dtype": dtype, "num_blocks": 16, "max_model_len": 160, "native": False}
+    options = {
+        "device": "cuda",
+        "dtype": dtype,
+        "num_blocks": 16,
+        "max_model_len": 160,
+        "native": exact,
+        "exact": exact,
+    }
     prompts = [[(token * number + token) % 250 for token in range(120)] for number in (1, 7)]
     with Engine(loaded, **options) as engine:
         wanted = [engine.generate(prompt, SAMPLED)[0].completions[0] for prompt in prompts]
@@ -95,6 +105,8 @@ def test_an_answer_is_the_same_from_another_tier(loaded, dtype, tier, tmp_path, 
             for prompt, before in zip(prompts, wanted, strict=True):
                 result = engine.generate(prompt, SAMPLED)[0]
                 assert result.token_ids == before.token_ids  # logits differ in the last bits: fewer rows are computed
+                if exact:
+                    assert result.completions[0].logprobs == before.logprobs
                 chosen = [each.chosen for each in result.completions[0].logprobs]
                 assert chosen == pytest.approx(
                     [each.chosen for each in before.logprobs], abs=1e-4 if dtype == "fp32" else 0.1

@@ -146,8 +146,8 @@ def test_the_answer_never_changes(
     wanted = told(clean(here).generate(prompt, whole)[0].completions[0])
     cut = max(int(share * len(wanted[0])), 1)
     for moves in ([1], [cut], [1, cut]):
-        _moved(here, there, prompt, whole, wanted, moves)
-    _preempted(here, prompt, whole, wanted, cut)
+        moved(here, there, prompt, whole, wanted, moves)
+    preempted(here, prompt, whole, wanted, cut)
     _saved_unfinished(here, other_process, path, sizes[1], prompt, whole, wanted, cut)
 
 
@@ -175,7 +175,7 @@ def _continued_and_forked(here, there, other_process, path, prompt, params, plai
     assert answer[0] == after and answer[5] <= 1, "all of its KV came along; a fork's last token is fed again"
 
 
-def _moved(here, there, prompt, params, wanted, moves):
+def moved(here, there, prompt, params, wanted, moves):
     engines = [clean(here), clean(there)]
     started = start(engines[0], prompt, params, moves[0])
     if started is None:
@@ -192,7 +192,7 @@ def _moved(here, there, prompt, params, wanted, moves):
     assert rest(stream, pieces) == wanted
 
 
-def _preempted(here, prompt, params, wanted, cut):
+def preempted(here, prompt, params, wanted, cut):
     started = start(clean(here), prompt, params, cut)
     if started is not None:
         stream, pieces = started

@@ -90,6 +90,10 @@ class StepFailed(SegueError):
     status = 500
 
 
+class DeviceLost(SegueError):
+    """The device can compute nothing more in this process. What is in memory of the host, on disk or elsewhere is whole."""
+
+
 class EngineClosed(SegueError):
     status = 503
 

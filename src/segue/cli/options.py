@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from segue.model.engine import Engine
 
 _ENGINE_OPTIONS = (
-    "device", "dtype", "quantize", "num_blocks", "kv_memory", "block_size", "max_model_len", "threads", "prefix_caching", "tiers",
+    "device", "dtype", "quantize", "kv_dtype", "exact", "num_blocks", "kv_memory", "block_size", "max_model_len", "threads",
+    "prefix_caching", "tiers",
 )  # fmt: skip
 
 
@@ -25,6 +26,12 @@ def add_engine_options(command: argparse.ArgumentParser, *, model: bool = True) 
     group.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     group.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
     group.add_argument("--quantize", choices=["int8"], help="8-bit weights, on CPU")
+    group.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"], help="fp8: half the KV memory, on CUDA")
+    group.add_argument(
+        "--exact",
+        action="store_true",
+        help="on CUDA: an answer does not depend on what else is computed with it; slower",
+    )
     group.add_argument("--kv-memory", metavar="SIZE", help="memory for KV, such as 2GiB (default: automatic)")
     group.add_argument("--num-blocks", type=int, metavar="N", help="KV memory in blocks, instead of --kv-memory")
     group.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in a block (default: 16)")

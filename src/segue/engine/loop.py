@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, Self
 
 from segue.base.clock import Clock, SystemClock
 from segue.base.config import EngineConfig
-from segue.base.errors import EngineClosed, IntegrityError, InvalidRequest, StateError, StepFailed, UnknownState
+from segue.base.errors import (
+    DeviceLost,
+    EngineClosed,
+    IntegrityError,
+    InvalidRequest,
+    StateError,
+    StepFailed,
+    UnknownState,
+)
 from segue.base.types import SamplingParams
 from segue.engine.admission import Prompt, as_list
 from segue.engine.answers import Answers
@@ -173,8 +181,8 @@ class EngineLoop:
         except BaseException as error:
             self._deliver(self._fail(plan, error))
             self._tell_orphans()
-            if not isinstance(error, Exception):
-                raise  # an interrupt: the step is undone, and the caller hears of it
+            if not isinstance(error, Exception) or isinstance(error, DeviceLost):
+                raise  # an interrupt, or the end: the step is undone, and the caller hears of it
             return
         self._step_seconds = self._clock.now() - began
         self._scheduler.jobs.gauge.step(self._step_seconds, num_tokens, len(plan.rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True)

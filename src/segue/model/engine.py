@@ -18,13 +18,12 @@ from segue.model.backend import Backend
 from segue.model.catalog import Progress
 from segue.model.decoder import Decoder
 from segue.model.loading import LoadedModel, open_model
-from segue.model.memory import KVBudget, kv_budget
+from segue.model.memory import KVBudget, check_weights_fit, kv_budget
 from segue.model.runner import ModelRunner
 from segue.model.session import Session
 from segue.policies import Policy
 
 DType = Literal["auto", "fp32", "bf16", "fp16"]
-_TOUCHED_BYTES = 512 << 20
 _COUNTS = ("num_blocks", "block_size", "max_model_len", "max_step_tokens", "max_running", "threads")
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,6 +35,8 @@ class ModelOptions:
     device: str = "auto"
     dtype: DType = "auto"
     quantize: Literal["int8"] | None = None
+    kv_dtype: Literal["auto", "fp8"] = "auto"  # fp8: half the memory, CUDA only
+    exact: bool = False  # an answer does not depend on what else is computed with it; on a CPU it never does
     num_blocks: int | None = None
     kv_memory: int | str | None = None
     block_size: int = 16
@@ -55,6 +56,8 @@ class ModelOptions:
             raise InvalidRequest("quantize", f"{self.quantize!r} is not known: int8 is")
         if self.quantize and self.dtype not in ("auto", "fp32"):
             raise InvalidRequest("dtype", f"quantize={self.quantize} computes in fp32: leave dtype out")
+        if self.kv_dtype not in ("auto", "fp8"):
+            raise InvalidRequest("kv_dtype", f"{self.kv_dtype!r} is not one of auto, fp8")
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -87,7 +90,9 @@ class Engine(EngineCore):
         max_len = _max_len(chosen, spec.max_positions)
         device = _device(chosen.device)
         backend, self.backend_note = _backend(chosen, loaded, device, max_len, environment)
+        check_weights_fit(spec, _TORCH_DTYPES[_precision(chosen, device)], device)
         decoder = Decoder(spec, loaded.weights, backend)
+        max_running = chosen.max_running if chosen.max_running is not None else min(256, chosen.max_step_tokens)
         self.budget: KVBudget = kv_budget(
             spec,
             chosen.block_size,
@@ -96,18 +101,19 @@ class Engine(EngineCore):
             max_len,
             num_blocks=chosen.num_blocks,
             kv_memory=chosen.kv_memory,
+            step_bytes=lambda: _step_bytes(decoder, backend, chosen, max_running, max_len),
         )
         config = EngineConfig(
             self.budget.num_blocks,
             chosen.block_size,
             chosen.max_step_tokens,
-            chosen.max_running if chosen.max_running is not None else min(256, chosen.max_step_tokens),
+            max_running,
             max_len,
             chosen.prefix_caching,
         )
         self.runner = _runner(decoder, backend, config, self.budget)
-        if chosen.own_process and device.type == "cpu":
-            self.runner.touch_kv(_TOUCHED_BYTES)
+        if chosen.own_process:
+            self.runner.warm_up()
         self.model = loaded
         super().__init__(
             self.runner,
@@ -115,7 +121,7 @@ class Engine(EngineCore):
             tokenizer=loaded.tokenizer,
             vocab_size=spec.vocab_size,
             model_fingerprint=f"{loaded.fingerprint}/{backend.name}/{backend.kv_dtype}",
-            state_identity=f"{loaded.fingerprint}/{chosen.quantize or _precision(chosen, device)}",
+            state_identity=f"{loaded.fingerprint}/{chosen.quantize or _precision(chosen, device)}{_kv_suffix(chosen)}",
             policy=policy,
             clock=clock,
             tiers=chosen.tiers,
@@ -151,6 +157,28 @@ class Engine(EngineCore):
     ) -> Session:
         """A session that `Session.save` wrote, with its KV. A file that is damaged or does not fit changes nothing."""
         return Session.load(self, path, params=params, hold=hold, salt=salt, job_id=job_id)
+
+
+def _kv_suffix(options: ModelOptions) -> str:
+    return f"/{options.kv_dtype}" if options.kv_dtype != "auto" else ""
+
+
+def _step_bytes(
+    decoder: Decoder, backend: Backend, options: ModelOptions, max_running: int, max_len: int
+) -> int | None:
+    """What a step takes besides weights and KV, where it can be measured."""
+    if backend.name != "cuda":
+        return None
+    from segue.model.cuda.backend import CudaBackend
+    from segue.model.cuda.capacity import step_bytes
+
+    assert isinstance(backend, CudaBackend)
+    try:
+        return step_bytes(decoder, backend, options.block_size, options.max_step_tokens, max_running, max_len)
+    except torch.OutOfMemoryError as error:
+        raise RequestTooLong(
+            "max_step_tokens", f"a step of {options.max_step_tokens} tokens does not fit beside the weights: {error}"
+        ) from error
 
 
 def _runner(decoder: Decoder, backend: Backend, config: EngineConfig, budget: KVBudget) -> ModelRunner:
@@ -213,6 +241,8 @@ def _backend(
 
     dtype = _precision(options, device)
     reason = "as asked"
+    if options.kv_dtype == "fp8" and (device.type != "cuda" or not options.native):
+        raise UnsupportedModel(f"kv_dtype=fp8 needs our kernels on a CUDA device; this is {device}")
     if device.type == "cpu" and options.native and dtype != "fp16":
         from segue.model import native
         from segue.model.native_backend import NativeBackend
@@ -237,9 +267,14 @@ def _backend(
         if (missing := why_not(loaded.spec)) is None:
             from segue.model.cuda.backend import CudaBackend
 
-            return CudaBackend(
-                loaded.spec, _TORCH_DTYPES[dtype], device, max_len
-            ), f"Triton kernels on {device}, {dtype}"
+            kv_dtype = torch.float8_e4m3fn if options.kv_dtype == "fp8" else None
+            backend_here = CudaBackend(
+                loaded.spec, _TORCH_DTYPES[dtype], device, max_len, exact=options.exact, kv_dtype=kv_dtype
+            )
+            how = [dtype, *(["fp8 KV"] if kv_dtype else []), *(["exact"] if options.exact else [])]
+            return backend_here, f"Triton kernels on {device}, {', '.join(how)}"
         reason = missing
+    if options.exact and device.type == "cuda":
+        raise UnsupportedModel(f"exact=True needs our kernels on {device}: {reason}")
     note = f"torch on {device}, {dtype}" + (f" ({reason})" if reason != "as asked" else "")
     return TorchBackend(loaded.spec, _TORCH_DTYPES[dtype], device, max_len), note

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from segue.kv import KVLayout
 
-_WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32}  # KV is copied as bits: numpy has no bf16
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # KV is copied as bits: numpy has no bf16
 _STAGED_BYTES = 64 << 20  # of a device's memory, for blocks on their way
 
 

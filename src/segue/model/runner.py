@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from segue.model.kv_copies import KVCopies
 from segue.model.sampler import sample
 from segue.model.searcher import Searcher
 
+_TOUCHED_BYTES = 512 << 20
+
 
 class ModelRunner:
     """Owns the KV memory of every layer in one tensor, [layers, 2, blocks, kv_heads, block_size, head_dim]."""
@@ -31,8 +34,13 @@ class ModelRunner:
         self.kv_layout = self._copies.layout
         self._decoder = decoder
         self._searcher = Searcher(decoder)
+        self._config = config
+
+    @cached_property
+    def _batches(self) -> BatchBuilder:
+        config, size = self._config, self._config.block_size
         blocks = -(-config.max_sequence_len // size)
-        self._batches = BatchBuilder(config.max_step_tokens, config.max_running, blocks, size, backend.device)
+        return BatchBuilder(config.max_step_tokens, config.max_running, blocks, size, self.kv.device)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -84,10 +92,11 @@ class ModelRunner:
     def codec(self) -> Int8Codec:
         return Int8Codec(self.kv_layout, self.kv.shape[4])
 
-    def touch_kv(self, num_bytes: int) -> None:
-        """Write to the blocks that are handed out first, while nobody waits: a page's first write is slower than all others."""
-        num_blocks = num_bytes * self.kv.shape[2] // max(self.kv.nbytes, 1)
-        self.kv[:, :, :num_blocks].zero_()
+    def warm_up(self) -> None:
+        """Do what is slow only once, while nobody waits: a page's first write is, of the blocks that are handed out first."""
+        if self.kv.device.type == "cpu":
+            num_blocks = _TOUCHED_BYTES * self.kv.shape[2] // max(self.kv.nbytes, 1)
+            self.kv[:, :, :num_blocks].zero_()
 
     def close(self) -> None:
         """Lets go of KV memory; the runner is of no use afterwards."""

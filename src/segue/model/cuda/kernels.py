@@ -264,6 +264,22 @@ def _copy_blocks(kv, pairs, block_elements, layer_elements, BLOCK: tl.constexpr)
 
 
 @triton.jit
+def _move_blocks(kv, blocks, staged, block_elements, layer_elements, OUT: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of one layer's keys or values, to or from where it lies beside those of the other layers."""
+    block = tl.load(blocks + tl.program_id(0)).to(tl.int64)
+    here = kv + tl.program_id(1).to(tl.int64) * layer_elements + block * block_elements
+    part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    there = staged + part * block_elements
+    for start in range(0, block_elements, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < block_elements
+        if OUT:
+            tl.store(there + at, tl.load(here + at, mask=inside), mask=inside)
+        else:
+            tl.store(here + at, tl.load(there + at, mask=inside), mask=inside)
+
+
+@triton.jit
 def _survey(logits, maxima, logs, vocab, num_chunks, CHUNK: tl.constexpr, MANY: tl.constexpr):
     """The largest of each `CHUNK` logits, and of all that a program sees, the logarithm of the exponentials' sum."""
     row = tl.program_id(0).to(tl.int64)
@@ -450,6 +466,20 @@ def copy_blocks(kv: Tensor, pairs: Tensor) -> None:
     layers, two = kv.shape[:2]
     block = kv.stride(2)
     _copy_blocks[(len(pairs), layers * two)](kv, pairs, block, kv.stride(1), BLOCK=4096, num_warps=4)
+
+
+def gather_blocks(kv: Tensor, blocks: Tensor, staged: Tensor) -> None:
+    """staged[i] is block `blocks[i]` of all layers."""
+    layers, two = kv.shape[:2]
+    grid = (len(blocks), layers * two)
+    _move_blocks[grid](kv, blocks, staged, kv.stride(2), kv.stride(1), OUT=True, BLOCK=2048, num_warps=4)
+
+
+def scatter_blocks(kv: Tensor, blocks: Tensor, staged: Tensor) -> None:
+    """The other way round."""
+    layers, two = kv.shape[:2]
+    grid = (len(blocks), layers * two)
+    _move_blocks[grid](kv, blocks, staged, kv.stride(2), kv.stride(1), OUT=False, BLOCK=2048, num_warps=4)
 
 
 CHUNK = 64  # logits that are represented by their largest

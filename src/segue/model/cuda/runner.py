@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from segue.base.config import EngineConfig
+from segue.base.errors import DeviceLost
 from segue.engine import Row, SearchStep, StepPlan, StepResult
 from segue.kv import Copy
-from segue.model.cuda import kernels, search
+from segue.model.cuda import search
 from segue.model.cuda.backend import CudaBackend
+from segue.model.cuda.moves import CudaMoves
 from segue.model.cuda.steps import CudaSteps, Launched
 from segue.model.decoder import Decoder
+from segue.model.kv_copies import KVCopies
 from segue.model.runner import ModelRunner
 from segue.model.sampler import is_plain, sample
 
@@ -21,42 +25,73 @@ from segue.model.sampler import is_plain, sample
 class CudaRunner(ModelRunner):
     """Steps of few tokens are replayed, the likeliest tokens are found on the device, and only those come back."""
 
+    _is_lost = False
+
     def __init__(self, decoder: Decoder, backend: CudaBackend, config: EngineConfig) -> None:
         super().__init__(decoder, backend, config)
+        self._moves: CudaMoves | None = None
+        if self.kv.device.type == "cuda":
+            self._moves = CudaMoves(self.kv)
+            self._copies = KVCopies(self.kv, self._moves)
         blocks = -(-config.max_sequence_len // config.block_size)
         self._steps = CudaSteps(decoder, backend, self.kv, config.max_running, blocks, config.max_step_tokens)
         self._sweeps = search.Sweeps(decoder, self._steps, self._searcher, config.block_size)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        if plan.copies:
-            self._copy(plan.copies)
-        searches = [row.search for row in plan.rows if row.search is not None]
-        if any(step.passes > 1 for step in searches):
-            return self._carry_out(plan.rows)
-        return self._execute(plan.rows, searches)
+        with self._watching():
+            searches = [row.search for row in plan.rows if row.search is not None]
+            carry_out = self._carry_out if any(step.passes > 1 for step in searches) else self._execute
+            result = carry_out(plan.rows, plan.copies, searches)
+            if self._moves is not None:
+                self._moves.step_ended()
+            return result
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """A step that finds no memory, or a kernel that fails, is that step's misfortune; but a device that gives no answer any
+        more is everybody's."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            raise
+        except RuntimeError as error:  # torch's CUDA errors are
+            try:
+                if self.kv.device.type == "cuda":
+                    torch.cuda.synchronize(self.kv.device)
+            except RuntimeError:
+                self._is_lost = True
+                raise DeviceLost(f"{self.kv.device} is of no use any more: {error}") from error
+            raise
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Record the steps that decode, so that no request waits for it."""
+        if self.kv.device.type == "cuda":
+            self._steps.record_decoding()
 
     def can_finish(self, step: SearchStep, num_passes: int) -> bool:
         return search.can_finish(step, num_passes, self._decoder.spec.vocab_size)
 
-    def _carry_out(self, rows: Sequence[Row]) -> StepResult:
+    def _carry_out(self, rows: Sequence[Row], copies: Sequence[Copy], _: Sequence[SearchStep]) -> StepResult:
         """Searches alone, of which some go to their ends."""
         whole = [at for at, row in enumerate(rows) if row.search is not None and row.search.passes > 1]
         others = [at for at, row in enumerate(rows) if row.search is not None and row.search.passes == 1]
-        found = dict(zip(whole, self._sweeps.run([rows[at] for at in whole]), strict=True))
+        found = dict(zip(whole, self._sweeps.run([rows[at] for at in whole], copies), strict=True))
         if others:
             some = [rows[at] for at in others]
-            result = self._execute(some, [row.search for row in some if row.search is not None])
+            result = self._execute(some, (), [row.search for row in some if row.search is not None])
             found.update(zip(others, result.candidates, strict=True))
         return StepResult((), candidates=[found[at] for at in range(len(rows))])
 
-    def _execute(self, plan_rows: Sequence[Row], searches: Sequence[SearchStep]) -> StepResult:
+    def _execute(self, plan_rows: Sequence[Row], copies: Sequence[Copy], searches: Sequence[SearchStep]) -> StepResult:
         if searches and len(searches) == len(plan_rows) and all(map(search.is_plain, searches)):
             count = max(each.num_candidates for each in searches)
-            step = self._steps.run(plan_rows, needs_head=True, num_candidates=count)
+            step = self._steps.run(plan_rows, copies, needs_head=True, num_candidates=count)
             assert step.best is not None
             return StepResult((), candidates=search.expand(step.best, searches))
-        step = self._steps.run(plan_rows, needs_head=not searches)
+        step = self._steps.run(plan_rows, copies, needs_head=not searches)
         if searches:
             return self._choose(step.hidden, plan_rows)
         rows = [row for row in plan_rows if row.sampling is not None]
@@ -76,26 +111,27 @@ class CudaRunner(ModelRunner):
         inputs = self._steps.fit(plan.rows)
         if inputs is None:
             return None
-        if plan.copies:
-            self._copy(plan.copies)
-        return self._steps.launch(inputs, plan.rows, after)
+        with self._watching():
+            return self._steps.launch(inputs, plan.rows, plan.copies, after)
 
     def land(self, ticket: Launched) -> StepResult:
-        ticket.done.synchronize()
+        with self._watching():
+            ticket.done.synchronize()
         return _checked(ticket.arrived.tolist())
 
-    def forward(self, plan: StepPlan) -> Tensor:
-        return self._decoder.logits(self._steps.run(plan.rows, needs_head=False).hidden)
+    def read_kv(self, blocks: Sequence[int], start: int, stop: int, out: memoryview) -> None:
+        if self._moves is not None:
+            self._moves.take(blocks, start, stop, out)
+        else:
+            super().read_kv(blocks, start, stop, out)
 
-    def _copy(self, copies: Sequence[Copy]) -> None:
-        pairs = torch.tensor([(copy.src, copy.dst) for copy in copies], dtype=torch.int32)
-        if self.kv.device.type == "cuda":
-            pairs = pairs.pin_memory().to(self.kv.device, non_blocking=True)
-        kernels.copy_blocks(self.kv, pairs)
+    def forward(self, plan: StepPlan) -> Tensor:
+        return self._decoder.logits(self._steps.run(plan.rows, plan.copies, needs_head=False).hidden)
 
     def close(self) -> None:
-        if self.kv.device.type == "cuda":
+        if self.kv.device.type == "cuda" and not self._is_lost:
             torch.cuda.synchronize(self.kv.device)
+        self._moves = None
         del self._steps, self._sweeps
         super().close()
 

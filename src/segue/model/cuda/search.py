@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from segue.engine import Candidates, Row, SearchStep
+from segue.kv import Copy
 from segue.model.cuda import kernels
 from segue.model.cuda.steps import CudaSteps, Fed, Step
 from segue.model.decoder import Decoder
@@ -62,21 +63,22 @@ class Sweeps:
         self._searcher = searcher
         self._block_size = block_size
 
-    def run(self, rows: Sequence[Row]) -> list[Candidates]:
-        """Each row's search, whose first pass it is; searches of one kind go together."""
+    def run(self, rows: Sequence[Row], copies: Sequence[Copy]) -> list[Candidates]:
+        """Each row's search, whose first pass it is; searches of one kind go together. `copies` come before all of them."""
         kinds: dict[object, list[int]] = {}
         for at, row in enumerate(rows):
             kinds.setdefault(_kind(row), []).append(at)
         found: dict[int, Candidates] = {}
         for places in kinds.values():
-            found.update(zip(places, self._sweep([rows[at] for at in places]), strict=True))
+            found.update(zip(places, self._sweep([rows[at] for at in places], copies), strict=True))
+            copies = ()
         return [found[at] for at in range(len(rows))]
 
-    def _sweep(self, rows: list[Row]) -> list[Candidates]:
+    def _sweep(self, rows: list[Row], copies: Sequence[Copy]) -> list[Candidates]:
         steps = [row.search for row in rows if row.search is not None]
         width, passes, walk = steps[0].params.width, steps[0].passes, steps[0].constraint
         count = 0 if walk is not None else width
-        beams = self._choose(self._steps.run(rows, needs_head=True, num_candidates=count), steps, None)
+        beams = self._choose(self._steps.run(rows, copies, needs_head=True, num_candidates=count), steps, None)
         history, tails = [beams], None
         slots = self._slots(rows, steps, beams.tokens.device) if passes > 2 else None
         for number in range(1, passes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -9,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segue.engine import Row
+from segue.base.types import SamplingParams
+from segue.engine import Row, Sampling
+from segue.kv import Copy
 from segue.model.batch import Batch
 from segue.model.cuda import kernels
 from segue.model.cuda.backend import MOST_ROWS, Attention, CudaBackend, Pieces, Tiles
@@ -56,7 +59,7 @@ class Launched(NamedTuple):
 
 
 class _Fields(NamedTuple, Generic[T]):
-    """`Inputs`, and where each row's token is in what the device has, as parts of one buffer."""
+    """`Inputs`, and besides which of the device's tokens is each row's, and the blocks to copy: parts of one buffer."""
 
     tokens: T
     positions: T
@@ -64,6 +67,7 @@ class _Fields(NamedTuple, Generic[T]):
     contexts: T
     samples: T
     sources: T
+    copies: T
     starts: T
     counts: T
     own: T
@@ -117,6 +121,7 @@ class CudaSteps:
             contexts=rows,
             samples=rows,
             sources=rows,
+            copies=2 * rows,
             starts=rows + 1,
             counts=4,
             own=rows * MOST_PIECES * FIELDS,
@@ -148,22 +153,30 @@ class CudaSteps:
         self._recorded: dict[_Kind, _Recorded] = {}
         self._pool: Any = None
 
-    def run(self, rows: Sequence[Row], *, needs_head: bool, num_candidates: int = 0, fed: Fed | None = None) -> Step:
+    def run(
+        self,
+        rows: Sequence[Row],
+        copies: Sequence[Copy] = (),
+        *,
+        needs_head: bool,
+        num_candidates: int = 0,
+        fed: Fed | None = None,
+    ) -> Step:
         """Of the rows that are sampled from, in order. With `num_candidates`, so many of each, for a search."""
         inputs = self._inputs(rows)
-        if not self._fits(inputs):
-            hidden = self._decoder.hidden(self._batch(inputs, fed), self._kv)
+        if not self._fits(inputs) or len(copies) > self._max_rows:
+            hidden = self._decoder.hidden(self._batch(inputs, copies, fed), self._kv)
             if not num_candidates:
                 return Step(hidden)
             return Step(hidden, best=best_tokens(self._decoder.raw_logits(hidden), num_candidates))
-        return self._replay(inputs, fed, needs_head=needs_head, num_candidates=num_candidates)
+        return self._replay(inputs, copies, fed, needs_head=needs_head, num_candidates=num_candidates)
 
     def fit(self, rows: Sequence[Row]) -> Inputs | None:
         """For `launch`; None if these are too many."""
         inputs = self._inputs(rows)
         return inputs if self._fits(inputs) else None
 
-    def launch(self, inputs: Inputs, rows: Sequence[Row], after: Launched | None) -> Launched:
+    def launch(self, inputs: Inputs, rows: Sequence[Row], copies: Sequence[Copy], after: Launched | None) -> Launched:
         """Begin a step that samples the likeliest tokens; with `after`, those of the step before are its rows'."""
         sources = None
         if after is not None:
@@ -171,7 +184,7 @@ class CudaSteps:
             sources = np.zeros(len(inputs.tokens), np.int32)
             sources[inputs.samples] = [places[row.sequence_id] for row in rows]
         fed = Fed(after.tokens) if after is not None else None
-        step = self._replay(inputs, fed, sources, needs_head=True)
+        step = self._replay(inputs, copies, fed, sources, needs_head=True)
         assert step.tokens is not None
         self._turn ^= 1
         arrived = self._arrived[self._turn][: len(step.tokens)]
@@ -181,6 +194,19 @@ class CudaSteps:
         sequences = [row.sequence_id for row in rows if row.sampling is not None]
         return Launched(step.tokens, sequences, arrived, done)
 
+    def record_decoding(self) -> None:
+        """Steps of one token a sequence, of every size there can be. What they write goes to the null block."""
+        token, null, sampling = (
+            array("i", [0]),
+            array("i", [0]),
+            Sampling(SamplingParams(temperature=0.0), 0, 1, frozenset()),
+        )
+        for size in SIZES:
+            if size <= min(self._max_rows, self._max_sequences):
+                rows = [Row(at, token, 0, 1, null, sampling) for at in range(size)]
+                self._replay(self._inputs(rows), (), None, needs_head=True)
+        torch.cuda.synchronize(self._backend.device)
+
     def _inputs(self, rows: Sequence[Row]) -> Inputs:
         backend = self._backend
         return make_inputs(rows, self._block_size, backend.group_rows, backend.tile_rows, alone=backend.exact)
@@ -188,6 +214,7 @@ class CudaSteps:
     def _replay(
         self,
         inputs: Inputs,
+        copies: Sequence[Copy],
         fed: Fed | None,
         sources: IntArray | None = None,
         *,
@@ -199,9 +226,9 @@ class CudaSteps:
         kind = _Kind(_size(len(inputs.tokens)), own, shared, last, tiles, needs_head, num_candidates)
         recorded = self._recorded.get(kind)
         if recorded is None:
-            self._fill(inputs, kind.rows)
+            self._fill(inputs, (), kind.rows)
             recorded = self._record(kind)
-        self._fill(inputs, kind.rows, sources)
+        self._fill(inputs, copies, kind.rows, sources)
         if fed is not None:
             self._feed(fed, len(inputs.tokens), has_sources=sources is not None)
         recorded.graph.replay()
@@ -230,7 +257,7 @@ class CudaSteps:
 
     # Recorded steps
 
-    def _fill(self, inputs: Inputs, size: int, sources: IntArray | None = None) -> None:
+    def _fill(self, inputs: Inputs, copies: Sequence[Copy], size: int, sources: IntArray | None = None) -> None:
         """Into the buffer that graphs read. Rows beyond the step's own write to the null block, and attend to nothing."""
         if self._copied is not None:
             self._copied.synchronize()
@@ -246,6 +273,8 @@ class CudaSteps:
             field[len(values) : size] = 0
         if sources is not None:
             there.sources[: len(sources)] = sources
+        if copies:
+            there.copies[: 2 * len(copies)] = np.array(copies, np.int32).ravel()
         there.starts[: count + 1] = inputs.starts
         there.starts[count + 1 : size + 1] = inputs.starts[-1]
         there.counts[:] = inputs.counts
@@ -265,6 +294,8 @@ class CudaSteps:
         self._device[:upto].copy_(self._host[:upto], non_blocking=True)
         self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
+        if copies:
+            kernels.copy_blocks(self._kv, self._read.copies[: 2 * len(copies)].view(-1, 2))
 
     def _static(self, kind: _Kind) -> Batch:
         """The buffer's arrays, as a step of this kind sees them."""
@@ -322,18 +353,19 @@ class CudaSteps:
 
     # Steps of many tokens
 
-    def _batch(self, inputs: Inputs, fed: Fed | None) -> Batch:
+    def _batch(self, inputs: Inputs, copies: Sequence[Copy], fed: Fed | None) -> Batch:
         device, spec = self._backend.device, self._decoder.spec
-        arrays = _Fields(
-            sources=_NONE, **{name: np.ascontiguousarray(each, np.int32) for name, each in inputs._asdict().items()}
-        )
-        parts = _parts(_Fields(*(array.size for array in arrays)))
+        given = {name: np.ascontiguousarray(each, np.int32) for name, each in inputs._asdict().items()}
+        arrays = _Fields(sources=_NONE, copies=np.array(copies, np.int32).reshape(-1, 2), **given)
+        parts = _parts(_Fields(*(each.size for each in arrays)))
         host = torch.empty(parts.tables.stop, dtype=torch.int32, pin_memory=device.type == "cuda")
         whole: IntArray = host.numpy()
-        for part, array in zip(parts, arrays, strict=True):
-            whole[part] = array.ravel()
+        for part, values in zip(parts, arrays, strict=True):
+            whole[part] = values.ravel()
         copied = host.to(device, non_blocking=True)
-        there = _Fields(*(copied[part].view(array.shape) for part, array in zip(parts, arrays, strict=True)))
+        there = _Fields(*(copied[part].view(each.shape) for part, each in zip(parts, arrays, strict=True)))
+        if copies:
+            kernels.copy_blocks(self._kv, there.copies)
         if fed is not None:
             there.tokens.copy_(fed.tokens)
             if fed.tails is not None:
