@@ -9,10 +9,13 @@ of a decode step is one read of the weights. vLLM runs first, in a process of it
 from __future__ import annotations
 
 import argparse
+import cProfile
 import heapq
 import importlib.util
+import io
 import json
 import os
+import pstats
 import random
 import statistics
 import subprocess
@@ -21,6 +24,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -201,7 +205,7 @@ def forks(engine: Engine, prompt: Prompts) -> Figures:
 
 
 def idle(engine: Engine, prompt: Prompts) -> Figures:
-    """The share of decode steps in which the device has nothing to do."""
+    """The share of decode steps in which the device has nothing to do: a gap of over 5 µs is a wait for the host."""
     found = {}
     for batch in (1, 32, 128):
         for each in [prompt(64) for _ in range(batch)]:
@@ -221,7 +225,9 @@ def idle(engine: Engine, prompt: Prompts) -> Figures:
         for begin, until in spans:
             busy += max(until - max(begin, end), 0.0)
             end = max(end, until)
-        found[f"device idle, batch {batch}, %"] = 100 * (1 - busy / (end - spans[0][0]))
+        waited = sum(max(later[0] - before[1], 0.0) for before, later in pairwise(spans) if later[0] - before[1] > 5.0)
+        found[f"device waits for the host, batch {batch}, %"] = 100 * waited / (end - spans[0][0])
+        found[f"device between two kernels, batch {batch}, %"] = 100 * (1 - (busy + waited) / (end - spans[0][0]))
         while engine.has_work:
             engine.step()
     return found
@@ -248,29 +254,60 @@ def agents_here(shape: str, options: argparse.Namespace) -> Figures:
 
 
 def profile(engine: Engine, prompt: Prompts) -> Figures:
-    """Where the time of decode steps goes, on the host and on the device."""
-    for batch in (1, 32, 128):
+    """Where the time goes, on the host and on the device."""
+    one = SamplingParams(max_tokens=1, **GREEDY)
+    for batch in (1, 128):
         for each in [prompt(64) for _ in range(batch)]:
             engine.submit(each, SamplingParams(max_tokens=200, **GREEDY), detokenize=False)
         for _ in range(20):
             engine.step()
-        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=kinds) as seen:
-            began = time.perf_counter()
-            for _ in range(20):
-                engine.step()
-            torch.cuda.synchronize()
-            wall = (time.perf_counter() - began) / 20
-        busy: dict[str, float] = {}
-        for event in seen.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                busy[event.name[:60]] = busy.get(event.name[:60], 0.0) + event.device_time / 20
-        print(f"batch {batch}: a step {wall * 1e6:.0f} µs (profiled), on the device {sum(busy.values()):.0f} µs")
-        for name, spent in sorted(busy.items(), key=lambda item: -item[1])[:14]:
-            print(f"   {spent:8.1f} µs  {name}")
+        where(f"decode, batch {batch}", engine.step, 20)
         while engine.has_work:
             engine.step()
+    state = engine.generate(prompt(705), one, hold=True, detokenize=False)[0].request_id
+    longer = Request(params=one, parent=state, suffix=prompt(5), detokenize=False)
+    search = Request(
+        beam=BeamParams(width=32, max_tokens=3, ignore_eos=True), parent=state, suffix=prompt(5), detokenize=False
+    )
+    where("continuation by 5", lambda: engine.generate(longer), 20)
+    where("beams 32 x 3", lambda: engine.generate(search), 10)
+    where("64 such searches", lambda: engine.generate([search] * 64), 2)
+    where("cold 2,900", lambda: engine.generate([prompt(2900)], one, detokenize=False), 3)
     return {}
+
+
+def where(name: str, run: Callable[[], object], rounds: int) -> None:
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(rounds):
+        run()
+    torch.cuda.synchronize()
+    wall = (time.perf_counter() - began) / rounds
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as seen:
+        for _ in range(rounds):
+            run()
+        torch.cuda.synchronize()
+    busy: dict[str, tuple[float, int]] = {}
+    for event in seen.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spent, count = busy.get(event.name[:64], (0.0, 0))
+            busy[event.name[:64]] = spent + event.device_time / rounds, count + 1
+    total = sum(spent for spent, _ in busy.values())
+    print(f"{name}: {wall * 1e6:.0f} µs, on the device {total:.0f} µs")
+    for kernel, (spent, count) in sorted(busy.items(), key=lambda item: -item[1][0])[:12]:
+        print(f"   {spent:8.1f} µs {count // rounds:5} x {kernel}")
+    if rounds > 2:
+        host = cProfile.Profile()
+        host.enable()
+        for _ in range(rounds):
+            run()
+        host.disable()
+        text = io.StringIO()
+        pstats.Stats(host, stream=text).sort_stats("tottime").print_stats(12)
+        print("\n".join(text.getvalue().splitlines()[6:22]))
 
 
 # vLLM, in a process of its own

@@ -180,13 +180,20 @@ class PipelinedFake(FakeExecutor):
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
         self.num_ahead = 0
-        self.num_finished = 0  # searches that were carried to their ends
+        self.num_in_flight = self.num_beside = 0  # steps of searches; those that began while another one ran
 
     def can_finish(self, step: SearchStep, num_passes: int) -> bool:
-        self.num_finished += 1
         return True
 
-    def launch(self, plan: StepPlan, after: dict[int, int] | None) -> dict[int, int] | None:
+    def launch(self, plan: StepPlan, after: dict[int, int] | None) -> dict[int, int] | list[Candidates] | None:
+        if plan.rows and all(row.search is not None and row.search.passes > 1 for row in plan.rows):
+            assert after is None
+            self.num_beside += self.num_in_flight
+            self.num_in_flight += 1
+            failing, self.fail_next = self.fail_next, None
+            found = self.execute(plan).candidates
+            self.fail_next = failing
+            return found
         if any(row.search is not None or row.sampling is None for row in plan.rows):
             assert after is None
             return None
@@ -203,10 +210,13 @@ class PipelinedFake(FakeExecutor):
         self.fail_next = failing
         return dict(zip([row.sequence_id for row in rows], found.tokens, strict=True))
 
-    def land(self, ticket: dict[int, int]) -> StepResult:
+    def land(self, ticket: dict[int, int] | list[Candidates]) -> StepResult:
+        self.num_in_flight -= isinstance(ticket, list)
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
+        if isinstance(ticket, list):
+            return StepResult((), candidates=ticket)
         return StepResult(list(ticket.values()))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from segue.base.clock import Clock
 from segue.base.errors import SegueError
@@ -132,9 +132,9 @@ class Answers:
         count = search.params.n or search.params.width
         best = merged(active.found, search.params.merge, len(active.found), count)
         if (constraint := search.constraint) is not None:
-            best = [replace(beam, items=constraint.names(beam.token_ids)) for beam in best]
+            best = [beam._replace(items=constraint.names(beam.token_ids)) for beam in best]
         if self._tokenizer is not None and active.turn.detokenize:
-            best = [replace(beam, text=_text_of(beam, self._tokenizer)) for beam in best]
+            best = [beam._replace(text=_text_of(beam, self._tokenizer)) for beam in best]
         return tuple(best)
 
     def end(self, active: Active, indices: Iterable[int], error: SegueError) -> list[Delta]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp, log
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -108,8 +108,7 @@ class Candidates(NamedTuple):
     then: Candidates | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Beam:
+class Beam(NamedTuple):
     """A line that a search found. `score` is its log-probability over its length to the power of the length penalty."""
 
     token_ids: tuple[int, ...]
@@ -255,6 +254,8 @@ class BeamSearch:
 def merged(groups: Sequence[Sequence[Beam]], how: str, num_groups: int, count: int) -> list[Beam]:
     """The best of several searches, each line once. `best`: with its best score; `sum`: with the logarithm of the mean over
     the groups of what its score is the logarithm of, where it was not found nothing."""
+    if num_groups == 1:
+        return list(groups[0][:count])  # each line is in it once, and the best come first
     by_line: dict[tuple[int, ...], list[Beam]] = {}
     for beam in (beam for group in groups for beam in group):
         by_line.setdefault(beam.token_ids, []).append(beam)
@@ -263,7 +264,7 @@ def merged(groups: Sequence[Sequence[Beam]], how: str, num_groups: int, count: i
         top = max(beams, key=lambda beam: beam.score)
         if how == "sum":
             mass = sum(exp(beam.score - top.score) for beam in beams)
-            top = replace(top, score=top.score + log(mass / num_groups))
+            top = top._replace(score=top.score + log(mass / num_groups))
         best.append(top)
     best.sort(key=lambda beam: -beam.score)
     return best[:count]

@@ -135,12 +135,18 @@ class EngineLoop:
             if self._flying is None:
                 self._take(plan, self._scheduler.num_planned, partial(self._executor.execute, plan), self._clock.now())
                 return True
-        flying, self._flying = self._flying, None
+        flying, self._flying, refused = self._flying, None, None
         if (ahead := self._scheduler.plan_ahead(flying.plan)) is not None:
             self._flying = self._begin(ahead, flying.ticket)
+        elif (beside := self._scheduler.plan_beside(flying.plan)) is not None:
+            self._flying = self._begin(beside, None)
+            refused = beside if self._flying is None else None
+        num_tokens = self._scheduler.num_planned
         self._take(flying.plan, flying.num_tokens, partial(self._land, flying), flying.since)
         if self._flying is not None:
             self._flying = self._flying._replace(since=self._clock.now())
+        elif refused is not None:
+            self._take(refused, num_tokens, partial(self._executor.execute, refused), self._clock.now())
         return True
 
     def _rest(self, *, moved: bool) -> bool:

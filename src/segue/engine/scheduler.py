@@ -26,6 +26,7 @@ from segue.state import State, StateLedger
 
 Produced = tuple[Sequence, int, TokenLogprobs | None]  # a token that a step gave a sequence
 _MOST_PASSES = 8  # of a search in one step: others wait meanwhile
+_MOST_BEAMS = 512  # of searches that go to their ends in one step; while it runs, the next one is prepared
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ class Scheduler:
         self._next_id = 0
         self._found: list[Sequence] = []
         self._now = clock.now()  # one time for all of a plan's decisions
+        self._flying: frozenset[int] = frozenset()  # sequences of a step under way, while the next one is planned
         self._blocked: _Blocked | None = None
         self.jobs = JobDesk(policy, kv, clock, lambda: (len(self._waiting), len(self._running)), decode, tiers)
 
@@ -126,28 +128,43 @@ class Scheduler:
         return StepPlan(list(rows.values()), list(copies.values()))
 
     def _let_finish(self, rows: dict[int, Row]) -> int:
-        """Let searches be carried to their ends where nobody else is in the step, and as far as there is room for all that they
-        write; how many tokens more that is. The others go on pass by pass."""
+        """Let searches be carried to their ends where nobody in the step waits for his next token, as far as there is memory for
+        all that they write; how many tokens more that is. Those that are too many for one step wait for the next."""
         assert self._can_finish is not None
-        if any(row.search is None or row.search.tails for row in rows.values()):
+        if any(row.sampling is not None for row in rows.values()):
             return 0
-        room, added = self.config.max_step_tokens, 0
-        for sequence_id, row in rows.items():
+        room, added = min(self.config.max_step_tokens, _MOST_BEAMS), 0
+        for sequence_id, row in list(rows.items()):
             sequence, step = self._running[sequence_id], row.search
             search, table = sequence.search, sequence.table
-            assert search is not None and step is not None and table is not None
-            passes, width = search.max_tokens, search.params.width
-            if not 1 < passes <= _MOST_PASSES or width > room or not search.is_straight:
+            if step is None:
                 continue
-            if not self._can_finish(step, passes):
+            assert search is not None and table is not None
+            passes, width = search.max_tokens, search.params.width
+            if not 1 < passes <= _MOST_PASSES or not search.is_straight or not self._can_finish(step, passes):
                 continue
             upto = row.stop + (passes - 1) * width
-            if self.kv.extend(table, row.stop, upto, self._now, self._policy.growth_bid) is None:
-                continue
-            rows[sequence_id] = row._replace(search=step._replace(passes=passes))
-            room -= width
-            added += upto - row.stop
+            if width > room and added:
+                added -= row.stop - row.start
+                del rows[sequence_id]
+            elif self.kv.extend(table, row.stop, upto, self._now, self._policy.growth_bid) is not None:
+                rows[sequence_id] = row._replace(search=step._replace(passes=passes))
+                room -= width
+                added += upto - row.stop
         return added
+
+    def plan_beside(self, plan: StepPlan) -> StepPlan | None:
+        """A step of others, while searches go to their ends in one that runs."""
+        if not all(row.search is not None and row.search.passes > 1 for row in plan.rows):
+            return None
+        self._flying = frozenset(row.sequence_id for row in plan.rows)
+        try:
+            if not self._waiting and self._flying.issuperset(self._running):
+                return None
+            beside = self.plan()
+        finally:
+            self._flying = frozenset()
+        return beside if beside.rows else None
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after one that runs, if all that is unknown about it are its tokens: each sequence goes on by the one it is
@@ -203,8 +220,8 @@ class Scheduler:
             num_beams = _num_beams(sequence.search) if sequence.search is not None else 0
             beams_behind -= num_beams
             table = sequence.table
-            if table is None or sequence.id not in running:
-                continue  # preempted a moment ago, by one in front
+            if table is None or sequence.id not in running or sequence.id in self._flying:
+                continue  # preempted a moment ago, by one in front; or under way
             if num_beams > budget - behind:
                 continue  # all of a group's beams or none: those in front go first, and soon end
             if num_beams and sequence.search is not None:
@@ -231,7 +248,8 @@ class Scheduler:
         if self._loading:
             self._unload(next(reversed(self._loading.values())))
             return True
-        victim = max(self._running.values(), key=lambda running: self._policy.victim(running.view(), self._now))
+        choice = [running for running in self._running.values() if running.id not in self._flying]
+        victim = max(choice, key=lambda running: self._policy.victim(running.view(), self._now))
         rows.pop(victim.id, None)
         if copy := copies.pop(victim.id, None):
             self.kv.settle(copy)
@@ -428,6 +446,8 @@ class Scheduler:
             sequence = running.get(sequence_id)
             if sequence is None:  # it ended while this step, planned before that, was under way
                 sampled += sampling is not None
+                if step is not None:
+                    next(candidates)
                 continue
             if step is not None and step.tails:
                 self._expand(sequence, step, next(candidates))

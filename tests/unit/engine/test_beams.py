@@ -215,6 +215,34 @@ def test_searches_alone_in_a_step_are_carried_to_their_ends():
     assert small.stats().num_steps - before >= 4
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_searches_begin_while_others_run(seed):
+    """Too many for one step, with prompts and aborts in between: all that end well find what they would have found alone."""
+    pick = random.Random(seed)
+    engine = make(400, fake=PipelinedFake, max_step_tokens=128, max_running=32, max_model_len=300)
+    ids, wanted, last = [], {}, {}
+    for number in range(80):
+        prompt = [pick.randrange(VOCAB) for _ in range(pick.randint(1, 9))]
+        if number < 20 and pick.random() < 0.1:
+            engine.submit(Request(prompt, SamplingParams(max_tokens=6, temperature=0), request_id=f"r{number}"))
+        else:
+            beam = BeamParams(width=pick.choice([4, 10, 30]), max_tokens=pick.randint(2, 4))
+            ids.append(f"r{number}")
+            engine.submit(Request(prompt, beam=beam, request_id=ids[-1]))
+            wanted[ids[-1]] = [line for _, line in searched(prompt, beam)]
+        if number % 16 > 10:
+            last |= {delta.request_id: delta for delta in engine.step()}
+            engine.check()
+        if ids and pick.random() < 0.2 and engine.abort(victim := pick.choice(ids)):
+            del wanted[victim]
+            ids.remove(victim)
+    while engine.has_work:
+        last |= {delta.request_id: delta for delta in engine.step()}
+        engine.check()
+    assert engine._executor.num_beside and engine.stats().kv_usage == 0
+    assert {name: found(last[name]) for name in ids} == wanted
+
+
 def test_a_preempted_search_finds_the_same():
     """The second one's beams do not fit beside the first one's: one of them starts again."""
     engine = make(num_blocks=41)

@@ -15,7 +15,7 @@ from segue.model.cuda import kernels
 from segue.model.spec import ModelSpec
 from segue.model.torch_backend import TorchBackend
 
-MOST_ROWS = 256  # of a step whose memory is always the same
+FEW_ROWS = 256  # of logits, that all recorded steps write to the same memory
 _MOST_LANES = 128  # query heads times rows, of a group's piece
 
 
@@ -78,11 +78,11 @@ class CudaBackend(TorchBackend):
         self._programs = max(2 * units // spec.num_kv_heads, 1)
 
     def linear(self, x: Tensor, matrix: Tensor, bias: Tensor | None, into: str) -> Tensor:
-        """Logits of a few rows always go to the same memory, which all recorded steps share."""
-        if into != "logits" or len(x) > MOST_ROWS:
+        """Logits of a few rows always go to the same memory."""
+        if into != "logits" or len(x) > FEW_ROWS:
             return self._product(x, matrix, bias)
         if self._logits is None:
-            self._logits = torch.empty(MOST_ROWS, len(matrix), dtype=self._dtype, device=self.device)
+            self._logits = torch.empty(FEW_ROWS, len(matrix), dtype=self._dtype, device=self.device)
         out = self._logits[: len(x)]
         return kernels.product(x, matrix, None, out) if self.exact else torch.mm(x, matrix.t(), out=out)
 

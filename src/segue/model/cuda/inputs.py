@@ -33,8 +33,8 @@ class Inputs(NamedTuple):
     last: IntArray
     results: IntArray
     tiles: IntArray
-    tails: IntArray  # [beams, tokens]: slots
     tables: IntArray  # [sequences, blocks]
+    tails: IntArray  # [beams, tokens]: slots
 
 
 def make_inputs(
@@ -102,8 +102,8 @@ def make_inputs(
         last,
         work.results,
         np.array(tiles, np.int32).reshape(-1, TILE_FIELDS),
-        _padded(tails),
         tables,
+        _padded(tails),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -75,15 +76,16 @@ class CudaRunner(ModelRunner):
         return search.can_finish(step, num_passes, self._decoder.spec.vocab_size)
 
     def _carry_out(self, rows: Sequence[Row], copies: Sequence[Copy], _: Sequence[SearchStep]) -> StepResult:
-        """Searches alone, of which some go to their ends."""
-        whole = [at for at, row in enumerate(rows) if row.search is not None and row.search.passes > 1]
-        others = [at for at, row in enumerate(rows) if row.search is not None and row.search.passes == 1]
-        found = dict(zip(whole, self._sweeps.run([rows[at] for at in whole], copies), strict=True))
-        if others:
-            some = [rows[at] for at in others]
-            result = self._execute(some, (), [row.search for row in some if row.search is not None])
-            found.update(zip(others, result.candidates, strict=True))
-        return StepResult((), candidates=[found[at] for at in range(len(rows))])
+        """Some searches go to their ends; what else there is takes a step."""
+        whole = [row for row in rows if row.search is not None and row.search.passes > 1]
+        others = [row for row in rows if row.search is None or row.search.passes == 1]
+        found = iter(self._sweeps.found(self._sweeps.launch(whole, copies)))
+        if not others:
+            return StepResult((), candidates=list(found))
+        result = self._execute(others, (), [row.search for row in others if row.search is not None])
+        apart = iter(result.candidates)
+        searches = [row.search for row in rows if row.search is not None]
+        return replace(result, candidates=[next(found if step.passes > 1 else apart) for step in searches])
 
     def _execute(self, plan_rows: Sequence[Row], copies: Sequence[Copy], searches: Sequence[SearchStep]) -> StepResult:
         if searches and len(searches) == len(plan_rows) and all(map(search.is_plain, searches)):
@@ -103,18 +105,22 @@ class CudaRunner(ModelRunner):
         return sample(logits, rows)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, after: Launched | None) -> Launched | None:
-        if after is None and not all(
-            row.sampling is not None and row.search is None and is_plain(row) for row in plan.rows
-        ):
-            return None
-        inputs = self._steps.fit(plan.rows)
-        if inputs is None:
+    def launch(self, plan: StepPlan, after: Launched | None) -> Launched | search.Swept | None:
+        if self._moves is None:
             return None
         with self._watching():
-            return self._steps.launch(inputs, plan.rows, plan.copies, after)
+            if all(row.search is not None and row.search.passes > 1 for row in plan.rows):
+                return self._sweeps.launch(plan.rows, plan.copies)
+            if after is None and not all(
+                row.sampling is not None and row.search is None and is_plain(row) for row in plan.rows
+            ):
+                return None
+            return self._steps.launch(plan.rows, plan.copies, after)
 
-    def land(self, ticket: Launched) -> StepResult:
+    def land(self, ticket: Launched | search.Swept) -> StepResult:
+        if isinstance(ticket, search.Swept):
+            with self._watching():
+                return StepResult((), candidates=self._sweeps.found(ticket))
         with self._watching():
             ticket.done.synchronize()
         return _checked(ticket.arrived.tolist())

@@ -54,6 +54,13 @@ class Beams(NamedTuple):
     nodes: Tensor
 
 
+class Swept(NamedTuple):
+    """Searches on their way to their ends: which rows' they are, what arrives on the host, and a catalogue's depth."""
+
+    parts: list[tuple[list[int], Tensor, int | None]]
+    done: torch.cuda.Event | None
+
+
 class Sweeps:
     """Carries searches to their ends."""
 
@@ -63,21 +70,41 @@ class Sweeps:
         self._searcher = searcher
         self._block_size = block_size
 
-    def run(self, rows: Sequence[Row], copies: Sequence[Copy]) -> list[Candidates]:
-        """Each row's search, whose first pass it is; searches of one kind go together. `copies` come before all of them."""
+    def launch(self, rows: Sequence[Row], copies: Sequence[Copy]) -> Swept:
+        """Begin the searches whose first pass these rows are; those of one kind go together. `copies` come before all of them."""
         kinds: dict[object, list[int]] = {}
         for at, row in enumerate(rows):
             kinds.setdefault(_kind(row), []).append(at)
-        found: dict[int, Candidates] = {}
+        parts = []
         for places in kinds.values():
-            found.update(zip(places, self._sweep([rows[at] for at in places], copies), strict=True))
+            some = [rows[at] for at in places]
+            history = self._sweep(some, copies)
             copies = ()
-        return [found[at] for at in range(len(rows))]
+            packed = torch.stack([torch.stack([beams.scores.view(torch.int32), *beams[1:]]) for beams in history])
+            walk = some[0].search.constraint if some[0].search is not None else None
+            arrived = packed
+            if packed.device.type == "cuda":
+                arrived = torch.empty(packed.shape, dtype=torch.int32, pin_memory=True)
+                arrived.copy_(packed, non_blocking=True)
+            parts.append((places, arrived, walk.depth if isinstance(walk, Walk) else None))
+        done = torch.cuda.Event() if arrived is not packed else None  # type: ignore[no-untyped-call]
+        if done is not None:
+            done.record()
+        return Swept(parts, done)
 
-    def _sweep(self, rows: list[Row], copies: Sequence[Copy]) -> list[Candidates]:
+    def found(self, swept: Swept) -> list[Candidates]:
+        """What came of them, once all passes are done."""
+        if swept.done is not None:
+            swept.done.synchronize()
+        found: dict[int, Candidates] = {}
+        for places, arrived, depth in swept.parts:
+            found.update(zip(places, _as_candidates(arrived, depth), strict=True))
+        return [found[at] for at in range(len(found))]
+
+    def _sweep(self, rows: list[Row], copies: Sequence[Copy]) -> list[Beams]:
         steps = [row.search for row in rows if row.search is not None]
-        width, passes, walk = steps[0].params.width, steps[0].passes, steps[0].constraint
-        count = 0 if walk is not None else width
+        width, passes = steps[0].params.width, steps[0].passes
+        count = 0 if steps[0].constraint is not None else width
         beams = self._choose(self._steps.run(rows, copies, needs_head=True, num_candidates=count), steps, None)
         history, tails = [beams], None
         slots = self._slots(rows, steps, beams.tokens.device) if passes > 2 else None
@@ -88,10 +115,11 @@ class Sweeps:
             beams = self._choose(step, steps, beams, number)
             history.append(beams)
             if slots is not None and number + 1 < passes:
-                had = slots[number - 1][:, None] if tails is None else torch.cat([tails, slots[number - 1][:, None]], 1)
+                own = slots[number - 1][:, None]
+                had = own if tails is None else torch.cat([tails, own], 1)
                 first = torch.arange(len(rows), device=had.device)[:, None] * width
                 tails = had[(first + beams.parents).flatten()]
-        return _as_candidates(history, walk)
+        return history
 
     def _slots(self, rows: list[Row], steps: list[SearchStep], device: torch.device) -> Tensor:
         """[passes, beams] where the KV of each beam of each pass goes, but for the first and the last."""
@@ -195,19 +223,17 @@ def _best(tokens: Tensor, logprobs: Tensor, nodes: Tensor, before: Beams | None,
     )
 
 
-def _as_candidates(history: list[Beams], walk: object) -> list[Candidates]:
-    """All passes in one copy; each pass's candidates lead to the next one's."""
-    packed = torch.stack([torch.stack([beams.scores.view(torch.int32), *beams[1:]]) for beams in history]).cpu()
+def _as_candidates(packed: Tensor, depth: int | None) -> list[Candidates]:
+    """Of each group: each pass's candidates lead to the next one's. `depth`: of a catalogue, where lines end."""
     scores = packed[:, 0].contiguous().view(torch.float32)
     if bool(scores.isnan().any()):
         raise ValueError("the model gave logits that are not numbers")
     counts = (scores > -torch.inf).sum(-1).tolist()
     values, (parents, tokens, nodes) = scores.tolist(), (packed[:, at].tolist() for at in (1, 2, 3))
-    depth = walk.depth if isinstance(walk, Walk) else None
     found = []
     for group in range(len(counts[0])):
         chain: Candidates | None = None
-        for number in reversed(range(len(history))):
+        for number in reversed(range(len(counts))):
             kept = counts[number][group]
             chain = Candidates(
                 parents[number][group][:kept],

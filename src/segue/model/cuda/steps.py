@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -15,15 +16,19 @@ from segue.engine import Row, Sampling
 from segue.kv import Copy
 from segue.model.batch import Batch
 from segue.model.cuda import kernels
-from segue.model.cuda.backend import MOST_ROWS, Attention, CudaBackend, Pieces, Tiles
+from segue.model.cuda.backend import FEW_ROWS, Attention, CudaBackend, Pieces, Tiles
 from segue.model.cuda.inputs import TILE_FIELDS, Inputs, make_inputs
 from segue.model.cuda.vocabulary import best_tokens
 from segue.model.cuda.work import FIELDS, MOST_PIECES, IntArray, most_results
 from segue.model.decoder import Decoder
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, MOST_ROWS)  # rows of a recorded step
+MOST_ROWS = 4096
+_SMALL = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, FEW_ROWS)
+_LARGE = (320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, MOST_ROWS)
+SIZES = (*_SMALL, *_LARGE)  # rows of a recorded step
 T = TypeVar("T")
 _TAIL = 64  # tokens that a beam of a recorded step has for itself, at most
+_BUFFERS = 8  # of the host, that steps which have not begun yet read from
 
 
 class Step(NamedTuple):
@@ -75,20 +80,29 @@ class _Fields(NamedTuple, Generic[T]):
     last: T
     results: T
     tiles: T
-    tails: T
     tables: T
+    tails: T
 
 
 class _Kind(NamedTuple):
     """What a recorded step is made for."""
 
     rows: int
+    samples: int
     has_own: bool
     has_shared: bool
     has_tails: bool
     has_tiles: bool
     has_head: bool
     num_candidates: int = 0  # of each row, that a search looks at
+
+
+class _Buffer(NamedTuple):
+    """Memory of the host that a step's inputs are written to, and the last copy out of it."""
+
+    memory: Tensor
+    fields: _Fields[IntArray]
+    copied: torch.cuda.Event | None = None
 
 
 class _Recorded(NamedTuple):
@@ -112,45 +126,46 @@ class CudaSteps:
         self._kv = kv
         self._block_size = kv.shape[4]
         self._max_blocks = max_blocks
-        rows = min(MOST_ROWS, max_tokens)
-        sequences = min(max_sequences, rows)
+        rows, few = min(MOST_ROWS, max_tokens), min(FEW_ROWS, max_tokens)
+        sequences, pieces = min(max_sequences, rows), few * MOST_PIECES
         sizes = _Fields(
             tokens=rows,
             positions=rows,
             slots=rows,
             contexts=rows,
             samples=rows,
-            sources=rows,
-            copies=2 * rows,
+            sources=few,
+            copies=2 * few,
             starts=rows + 1,
             counts=4,
-            own=rows * MOST_PIECES * FIELDS,
-            shared=rows * MOST_PIECES * FIELDS,
+            own=pieces * FIELDS,
+            shared=pieces * FIELDS,
             last=rows * FIELDS,
-            results=most_results(rows),
+            results=most_results(few),
             tiles=rows * TILE_FIELDS,
-            tails=rows * _TAIL,
             tables=sequences * max_blocks,
+            tails=rows * _TAIL,
         )
-        self._max_rows, self._max_sequences = rows, sequences
+        self._max_rows, self._max_copies, self._max_sequences, self._max_pieces = rows, few, sequences, pieces
         device, parts = backend.device, _parts(sizes)
-        self._tables_at = parts.tables.start
-        self._host = torch.zeros(parts.tables.stop, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._device = torch.zeros_like(self._host, device=device)
-        array: IntArray = self._host.numpy()
-        self._written = _Fields(*(array[part] for part in parts))
+        pin = device.type == "cuda"
+        self._starts = parts.tables.start, parts.tails.start
+        hosts = [
+            torch.zeros(parts.tails.stop, dtype=torch.int32, pin_memory=pin) for _ in range(_BUFFERS if pin else 1)
+        ]
+        self._device = torch.zeros_like(hosts[0], device=device)
+        self._written = deque(_Buffer(host, _Fields(*(host.numpy()[part] for part in parts))) for host in hosts)
         self._read = _Fields(*(self._device[part] for part in parts))
-        results = most_results(rows)
+        results = most_results(few)
         self._sums = torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device)
         self._logs = torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device)
         self._values = torch.empty(rows, kernels.PARTS, dtype=torch.float32, device=device)
         self._places = torch.empty(rows, kernels.PARTS, dtype=torch.int32, device=device)
-        self._copied: torch.cuda.Event | None = None
         self._turn = 0  # of two that tokens arrive in: one is read while the other is written
-        pin = device.type == "cuda"
         self._arrived = [torch.zeros(rows, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
         self._done = [torch.cuda.Event() for _ in range(2)] if pin else []  # type: ignore[no-untyped-call]
         self._recorded: dict[_Kind, _Recorded] = {}
+        self._seen: set[_Kind] = set()
         self._pool: Any = None
 
     def run(
@@ -164,27 +179,31 @@ class CudaSteps:
     ) -> Step:
         """Of the rows that are sampled from, in order. With `num_candidates`, so many of each, for a search."""
         inputs = self._inputs(rows)
-        if not self._fits(inputs) or len(copies) > self._max_rows:
+        kind = self._kind(inputs, copies, needs_head=needs_head, num_candidates=num_candidates)
+        if kind is None:
             hidden = self._decoder.hidden(self._batch(inputs, copies, fed), self._kv)
             if not num_candidates:
                 return Step(hidden)
             return Step(hidden, best=best_tokens(self._decoder.raw_logits(hidden), num_candidates))
-        return self._replay(inputs, copies, fed, needs_head=needs_head, num_candidates=num_candidates)
+        return self._replay(kind, inputs, copies, fed)
 
-    def fit(self, rows: Sequence[Row]) -> Inputs | None:
-        """For `launch`; None if these are too many."""
+    def launch(self, rows: Sequence[Row], copies: Sequence[Copy], after: Launched | None) -> Launched | None:
+        """Begin a step that samples the likeliest tokens; with `after`, those of the step before are its rows'. None if these are
+        too many."""
+        if len(rows) > FEW_ROWS:
+            return None
         inputs = self._inputs(rows)
-        return inputs if self._fits(inputs) else None
-
-    def launch(self, inputs: Inputs, rows: Sequence[Row], copies: Sequence[Copy], after: Launched | None) -> Launched:
-        """Begin a step that samples the likeliest tokens; with `after`, those of the step before are its rows'."""
+        kind = self._kind(inputs, copies, needs_head=True)
+        if kind is None:
+            assert after is None, "a token of each of a few sequences always fits"
+            return None
         sources = None
         if after is not None:
             places = {sequence: at for at, sequence in enumerate(after.sequences)}
             sources = np.zeros(len(inputs.tokens), np.int32)
             sources[inputs.samples] = [places[row.sequence_id] for row in rows]
         fed = Fed(after.tokens) if after is not None else None
-        step = self._replay(inputs, copies, fed, sources, needs_head=True)
+        step = self._replay(kind, inputs, copies, fed, sources)
         assert step.tokens is not None
         self._turn ^= 1
         arrived = self._arrived[self._turn][: len(step.tokens)]
@@ -201,10 +220,9 @@ class CudaSteps:
             array("i", [0]),
             Sampling(SamplingParams(temperature=0.0), 0, 1, frozenset()),
         )
-        for size in SIZES:
+        for size in _SMALL:
             if size <= min(self._max_rows, self._max_sequences):
-                rows = [Row(at, token, 0, 1, null, sampling) for at in range(size)]
-                self._replay(self._inputs(rows), (), None, needs_head=True)
+                self.run([Row(at, token, 0, 1, null, sampling) for at in range(size)], needs_head=True)
         torch.cuda.synchronize(self._backend.device)
 
     def _inputs(self, rows: Sequence[Row]) -> Inputs:
@@ -213,17 +231,13 @@ class CudaSteps:
 
     def _replay(
         self,
+        kind: _Kind,
         inputs: Inputs,
         copies: Sequence[Copy],
         fed: Fed | None,
         sources: IntArray | None = None,
-        *,
-        needs_head: bool,
-        num_candidates: int = 0,
     ) -> Step:
         """`sources`: which of the tokens that it is fed is each row's, if they are not in its order."""
-        own, shared, last, tiles = (inputs.counts > 0).tolist()
-        kind = _Kind(_size(len(inputs.tokens)), own, shared, last, tiles, needs_head, num_candidates)
         recorded = self._recorded.get(kind)
         if recorded is None:
             self._fill(inputs, (), kind.rows)
@@ -233,6 +247,30 @@ class CudaSteps:
             self._feed(fed, len(inputs.tokens), has_sources=sources is not None)
         recorded.graph.replay()
         return recorded.step.cut(len(inputs.samples))
+
+    def _kind(
+        self, inputs: Inputs, copies: Sequence[Copy], *, needs_head: bool, num_candidates: int = 0
+    ) -> _Kind | None:
+        """None if it is not to be recorded: because it is too large, or, of the large ones, the first of its kind."""
+        num_rows = len(inputs.tokens)
+        if not (
+            self._backend.device.type == "cuda"
+            and num_rows <= self._max_rows
+            and len(inputs.tables) <= self._max_sequences
+            and inputs.tails.shape[1] <= _TAIL
+            and len(copies) <= self._max_copies
+            and len(inputs.own) <= self._max_pieces
+            and len(inputs.shared) <= self._max_pieces
+            and len(inputs.results) <= len(self._sums)
+        ):
+            return None
+        own, shared, last, tiles = (inputs.counts > 0).tolist()
+        samples = _size(max(len(inputs.samples), 1))
+        kind = _Kind(_size(num_rows), samples, own, shared, last, tiles, needs_head, num_candidates)
+        if kind.rows > FEW_ROWS and kind not in self._recorded and kind not in self._seen:
+            self._seen.add(kind)
+            return None
+        return kind
 
     def _feed(self, fed: Fed, count: int, *, has_sources: bool) -> None:
         tokens, sources, tails = self._read.tokens, self._read.sources, self._read.tails
@@ -244,24 +282,14 @@ class CudaSteps:
         if fed.tails is not None:
             tails.view(-1, _TAIL)[:count, : fed.tails.shape[1]] = fed.tails
 
-    def _fits(self, inputs: Inputs) -> bool:
-        return (
-            self._backend.device.type == "cuda"
-            and len(inputs.tokens) <= self._max_rows
-            and len(inputs.tables) <= self._max_sequences
-            and inputs.tails.shape[1] <= _TAIL
-            and len(inputs.own) <= self._max_rows * MOST_PIECES
-            and len(inputs.shared) <= self._max_rows * MOST_PIECES
-            and len(inputs.results) <= most_results(self._max_rows)
-        )
-
     # Recorded steps
 
     def _fill(self, inputs: Inputs, copies: Sequence[Copy], size: int, sources: IntArray | None = None) -> None:
         """Into the buffer that graphs read. Rows beyond the step's own write to the null block, and attend to nothing."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        there, count = self._written, len(inputs.tokens)
+        buffer = self._written.popleft()
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
+        there, count = buffer.fields, len(inputs.tokens)
         for field, values in (
             (there.tokens, inputs.tokens),
             (there.positions, inputs.positions),
@@ -286,14 +314,16 @@ class CudaSteps:
             (there.tiles, inputs.tiles),
         ):
             field[: values.size] = values.ravel()
-        if inputs.tails.size:
-            there.tails.reshape(-1, _TAIL)[: len(inputs.tails), : inputs.tails.shape[1]] = inputs.tails
         used, width = inputs.tables.shape
         there.tables.reshape(-1, self._max_blocks)[:used, :width] = inputs.tables
-        upto = self._tables_at + used * self._max_blocks
-        self._device[:upto].copy_(self._host[:upto], non_blocking=True)
-        self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
+        upto = self._starts[0] + used * self._max_blocks
+        if inputs.tails.size:
+            there.tails.reshape(-1, _TAIL)[: len(inputs.tails), : inputs.tails.shape[1]] = inputs.tails
+            upto = self._starts[1] + len(inputs.tails) * _TAIL
+        self._device[:upto].copy_(buffer.memory[:upto], non_blocking=True)
+        copied = buffer.copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        self._written.append(buffer._replace(copied=copied))
         if copies:
             kernels.copy_blocks(self._kv, self._read.copies[: 2 * len(copies)].view(-1, 2))
 
@@ -302,7 +332,7 @@ class CudaSteps:
         there, rows = self._read, kind.rows
         tables = there.tables.view(-1, self._max_blocks)
         attention = Attention(
-            self._lists(kind[1:4], there, tables, there.tails.view(-1, _TAIL)),
+            self._lists((kind.has_own, kind.has_shared, kind.has_tails), there, tables, there.tails.view(-1, _TAIL)),
             there.results,
             there.starts,
             there.contexts,
@@ -318,7 +348,7 @@ class CudaSteps:
             tables,
             there.starts,
             there.contexts,
-            there.samples[:rows],
+            there.samples[: kind.samples],
             (),
             attention=attention,
         )
@@ -343,7 +373,7 @@ class CudaSteps:
             if not kind.has_head:
                 return Step(hidden)
             logits = self._decoder.raw_logits(hidden)
-            tokens = torch.empty(kind.rows, dtype=torch.int32, device=self._backend.device)
+            tokens = torch.empty(kind.samples, dtype=torch.int32, device=self._backend.device)
             kernels.largest(logits, self._values, self._places, tokens)
             return Step(hidden, logits, tokens)
 
@@ -358,7 +388,7 @@ class CudaSteps:
         given = {name: np.ascontiguousarray(each, np.int32) for name, each in inputs._asdict().items()}
         arrays = _Fields(sources=_NONE, copies=np.array(copies, np.int32).reshape(-1, 2), **given)
         parts = _parts(_Fields(*(each.size for each in arrays)))
-        host = torch.empty(parts.tables.stop, dtype=torch.int32, pin_memory=device.type == "cuda")
+        host = torch.empty(parts.tails.stop, dtype=torch.int32, pin_memory=device.type == "cuda")
         whole: IntArray = host.numpy()
         for part, values in zip(parts, arrays, strict=True):
             whole[part] = values.ravel()
