@@ -143,6 +143,13 @@ class Catalogue:
             begin, end = (int(level.children[at]), int(level.children[at + 1]))
         return tuple(nodes) if len(nodes) == len(tokens) else None
 
+    def are_ends(self, nodes: Sequence[int], level: int) -> list[bool]:
+        """Whether nothing can follow these nodes of a level."""
+        if level + 1 == self.depth or not len(nodes):
+            return [True] * len(nodes)
+        at, children = np.asarray(nodes), self.levels[level].children
+        return [bool(is_end) for is_end in children[at] == children[at + 1]]
+
     def names(self, tokens: Sequence[int]) -> tuple[str, ...]:
         """Of the items with exactly these tokens."""
         nodes = self.find(tokens)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from segue.base.config import EngineConfig
-from segue.engine import Row, StepPlan, StepResult
+from segue.engine import Candidates, Row, SearchStep, StepPlan, StepResult
 from segue.kv import Copy
 from segue.model.backend import Backend
 from segue.model.batch import BatchBuilder
@@ -67,8 +67,10 @@ class ModelRunner:
         result = StepResult(())
         if sampled:
             result = sample(self._decoder.logits(x[[at for at, _ in sampled]]), [row for _, row in sampled])
-        found = [self._searcher.expand(x[part], step) for part, step in searches]
-        return replace(result, candidates=found)
+        return replace(result, candidates=[self._expand(x[part], step) for part, step in searches])
+
+    def _expand(self, x: Tensor, step: SearchStep) -> Candidates:
+        return self._searcher.expand(x, step)
 
     def forward(self, plan: StepPlan) -> Tensor:
         """Logits of the rows that sample; the KV of every row is written."""

@@ -41,9 +41,10 @@ class Searcher:
         best = _choose(totals, step)
         values = totals[best].tolist()
         _check_numbers(values)
-        nodes = legal.nodes[best]
-        ends = self._ends(nodes, step) if step.constraint is not None else [False] * len(best)
-        return Candidates(legal.beams[best].tolist(), legal.tokens[best].tolist(), values, nodes.tolist(), ends)
+        nodes, ends = legal.nodes[best].tolist(), [False] * len(best)
+        if step.constraint is not None:
+            ends = _walk(step).catalogue.are_ends(nodes, step.depth)
+        return Candidates(legal.beams[best].tolist(), legal.tokens[best].tolist(), values, nodes, ends)
 
     def _best_of_all(self, logits: Tensor, scores: Tensor, step: SearchStep) -> Candidates:
         """Of each beam's whole vocabulary."""
@@ -85,13 +86,6 @@ class Searcher:
         peak = torch.full((len(x),), -torch.inf, device=x.device).scatter_reduce_(0, legal.beams, own, "amax")
         mass = torch.zeros(len(x), device=x.device).index_add_(0, legal.beams, (own - peak[legal.beams]).exp())
         return own - (peak + mass.log())[legal.beams]
-
-    def _ends(self, nodes: Tensor, step: SearchStep) -> list[bool]:
-        catalogue = _walk(step).catalogue
-        if step.depth + 1 == catalogue.depth:
-            return [True] * len(nodes)
-        children = self.levels_of(catalogue, nodes.device)[step.depth].children
-        return (children[nodes] == children[nodes + 1]).tolist()
 
     def levels_of(self, catalogue: Catalogue, device: torch.device) -> list[DeviceLevel]:
         if (levels := self._levels.get(catalogue)) is None:

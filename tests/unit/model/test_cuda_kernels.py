@@ -56,7 +56,7 @@ class Cache:
         return table[at // self.size].long() * self.size + at % self.size
 
 
-def run_pieces(q, cache, tables, lists, work, contexts, window, scale):
+def run_pieces(q, cache, tables, lists, work, contexts, window, scale, tails=None):
     sums = torch.full((work.num_results, *q.shape[1:]), torch.nan)
     logs = torch.full((work.num_results, q.shape[1], 2), torch.nan)
     out = torch.full_like(q, torch.nan)
@@ -68,7 +68,8 @@ def run_pieces(q, cache, tables, lists, work, contexts, window, scale):
             scale=scale, window=window, rows=rows, programs=3,
         )  # fmt: skip
     results = torch.from_numpy(np.ascontiguousarray(work.results))
-    kernels.merge_pieces(sums, logs, results, torch.from_numpy(work.starts), out)
+    starts = torch.from_numpy(work.starts)
+    kernels.merge_pieces(q, cache.k, cache.v, sums, logs, results, starts, tails, out, scale=scale)
     return out
 
 
@@ -90,7 +91,61 @@ def test_tokens_by_themselves_and_in_groups(heads, kv_heads, dim, size, window, 
     for at, context in enumerate(contexts):
         wanted = cache.attend(q[at], cache.slots(tables[at], context), window, scale)
         assert error(out[at], wanted) < 2e-3
-    assert not out[4].any()
+    assert out[4].isnan().all()  # nobody's
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size", "window", "dtype"), [SHAPES[0], SHAPES[2]])
+def test_beams_see_what_they_share_and_their_own(heads, kv_heads, dim, size, window, dtype):
+    torch.manual_seed(6)
+    cache, scale, shared = Cache(kv_heads, dim, size, dtype), dim**-0.5, 300
+    tables = torch.randperm(cache.num_blocks)[None, :40].int()
+    q, none = torch.randn(5, heads, dim).to(dtype), np.zeros(5, np.int32)
+    work = plan_work(none, none, none, [Group(0, 5, 0, shared)], 2)
+    counts = torch.tensor([1, 3, 7, 0, 5], dtype=torch.int32)
+    slots = torch.randperm(cache.num_blocks * size)[:40].view(5, 8).int()
+    tails = (slots, counts)
+    out = run_pieces(q, cache, tables, [(work.shared, 2)], work, counts, window, scale, tails)
+    for at, count in enumerate(counts.tolist()):
+        seen = torch.cat([cache.slots(tables[0], shared), slots[at, :count].long()])
+        assert error(out[at], cache.attend(q[at], seen, window, scale)) < 2e-3
+
+
+def test_a_piece_that_is_all_needs_no_merging():
+    torch.manual_seed(7)
+    cache, tables = Cache(2, 64, 16, torch.float16), torch.randperm(60)[None, :40].int().repeat(3, 1)
+    q, ends = torch.randn(3, 4, 64).half(), np.array([5, 200, 256], np.int32)
+    work = plan_work(np.zeros(3, np.int32), ends, np.arange(3, dtype=np.int32))
+    out, room = torch.full_like(q, torch.nan), torch.empty(3, 4, 64)
+    pieces, count = torch.from_numpy(np.ascontiguousarray(work.own)), torch.tensor([3], dtype=torch.int32)
+    kernels.attend_pieces(
+        q, cache.k, cache.v, tables, pieces, count, torch.from_numpy(ends), room, room, out,
+        scale=0.125, window=None, rows=1, programs=2,
+    )  # fmt: skip
+    for at, end in enumerate(ends.tolist()):
+        assert error(out[at], cache.attend(q[at], cache.slots(tables[at], end), None, 0.125)) < 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_products_of_any_number_of_rows(dtype):
+    torch.manual_seed(8)
+    x, weight, bias = torch.randn(70, 100).to(dtype), torch.randn(90, 100).to(dtype), torch.randn(90).to(dtype)
+    wanted = x.double() @ weight.double().t() + bias.double()
+    whole = kernels.product(x, weight, bias, torch.full((70, 90), torch.nan, dtype=dtype))
+    assert error(whole, wanted) < 1e-3
+    assert (
+        error(kernels.product(x[:3], weight, None, torch.empty(3, 90, dtype=dtype)), wanted[:3] - bias.double()) < 1e-3
+    )
+
+
+def test_blocks_lie_together_on_their_way():
+    kv = torch.randn(3, 2, 9, 2, 4, 16)
+    staged = torch.full((2, 3 * 2 * 2 * 4 * 16), torch.nan)
+    kernels.gather_blocks(kv, torch.tensor([7, 2], dtype=torch.int32), staged)
+    assert torch.equal(staged.view(2, 3, 2, 2, 4, 16), kv[:, :, [7, 2]].movedim(2, 0))
+    wanted = kv.clone()
+    wanted[:, :, [1, 3]] = kv[:, :, [7, 2]]
+    kernels.scatter_blocks(kv, torch.tensor([1, 3], dtype=torch.int32), staged)
+    assert torch.equal(kv, wanted)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "size", "window", "dtype"), SHAPES)
@@ -222,10 +277,10 @@ def test_work_covers_every_token_once(contexts, groups, most):
         assert len(pieces) <= 2 * MOST_PIECES and all(end - begin <= max(WHOLE, context) for _, begin, end in pieces)
 
 
-def open_engine(backend_class, runner_class):
+def open_engine(backend_class, runner_class, max_step_tokens=64, **options):
     loaded = open_model("tiny", Environment.read().cache_dir)
-    backend = backend_class(loaded.spec, torch.float32, torch.device("cpu"), 512)
-    config = EngineConfig(96, 16, 64, 16, 512)
+    backend = backend_class(loaded.spec, torch.float32, torch.device("cpu"), 512, **options)
+    config = EngineConfig(96, 16, max_step_tokens, 16, 512)
     runner = runner_class(Decoder(loaded.spec, loaded.weights, backend), backend, config)
     return EngineCore(runner, config, vocab_size=loaded.spec.vocab_size)
 
@@ -285,3 +340,19 @@ def test_searches_are_carried_to_their_ends():
             found, num_steps = lines(engine, params)
             same(found, lines(torch_engine, params)[0])
             assert num_steps == expected
+
+
+def test_an_exact_engine_gives_the_same_bits_whatever_comes_together():
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=2)
+    prompts = [[5, 6, 7], [9 + at % 50 for at in range(40)], [9 + at % 50 for at in range(41)]]
+
+    def told(results):
+        return [(each.token_ids, each.completions[0].logprobs) for each in results]
+
+    with open_engine(CudaBackend, CudaRunner, exact=True) as engine:
+        wanted = [told(engine.generate([prompt], params))[0] for prompt in prompts]
+    with open_engine(CudaBackend, CudaRunner, max_step_tokens=17, exact=True) as engine:
+        assert told(engine.generate(prompts, params)) == wanted
+        assert told(engine.generate(prompts[::-1], params)) == wanted[::-1]
+    with open_engine(TorchBackend, ModelRunner) as engine:
+        assert [tokens for tokens, _ in told(engine.generate(prompts, params))] == [tokens for tokens, _ in wanted]

@@ -26,7 +26,6 @@ class Pieces(NamedTuple):
     num_pieces: Tensor  # [1]
     tables: Tensor
     rows: int = 1  # of a piece, at most
-    by_slot: bool = False
 
 
 class Tiles(NamedTuple):
@@ -37,9 +36,14 @@ class Tiles(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """All that attention must know of a step, the same for every layer. The last two are room for what pieces give."""
+    """All that attention must know of a step, the same for every layer. The last two are room for what pieces give.
+
+    `tails`: slots that beams have for themselves, and how many each row has. `is_whole`: no row has more than one piece, and
+    none a tail."""
 
     lists: Sequence[Pieces]
+    tails: tuple[Tensor, Tensor] | None
+    is_whole: bool
     results: Tensor
     starts: Tensor
     contexts: Tensor
@@ -131,14 +135,16 @@ class CudaBackend(TorchBackend):
                 step.contexts,
                 step.sums,
                 step.logs,
+                out if step.is_whole else None,
                 scale=scale,
-                window=None if each.by_slot else window,  # what beams have for themselves is the end of it
+                window=window,
                 rows=each.rows,
                 programs=self._programs,
-                by_slot=each.by_slot,
             )
-        if step.lists:
-            kernels.merge_pieces(step.sums, step.logs, step.results, step.starts, out)
+        if step.lists and not step.is_whole:
+            kernels.merge_pieces(
+                q, k_cache, v_cache, step.sums, step.logs, step.results, step.starts, step.tails, out, scale=scale
+            )
         if step.tiles is not None:
             kernels.attend_tiles(
                 q, k_cache, v_cache, step.tables, *step.tiles, out, scale=scale, window=window, rows=self.tile_rows

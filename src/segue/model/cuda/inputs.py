@@ -19,7 +19,7 @@ TILE_FIELDS = 4  # of a tile: first row, rows, table, first position
 
 class Inputs(NamedTuple):
     """A step's rows one after the other. Rows of long prompts are done in `tiles`, all others in pieces: `own` through a
-    sequence's table, `shared` for groups of rows, `last` through the slots that beams have for themselves."""
+    sequence's table, `shared` for groups of rows. What beams have for themselves is in the slots of their `tails`."""
 
     tokens: IntArray  # [rows], as are the next three
     positions: IntArray
@@ -27,14 +27,14 @@ class Inputs(NamedTuple):
     contexts: IntArray
     samples: IntArray  # rows to sample or search from
     starts: IntArray  # [rows + 1]
-    counts: IntArray  # how many of own, shared, last, tiles
+    tail_counts: IntArray  # [rows]
+    counts: IntArray  # how many of own, shared, tiles
     own: IntArray
     shared: IntArray
-    last: IntArray
     results: IntArray
     tiles: IntArray
     tables: IntArray  # [sequences, blocks]
-    tails: IntArray  # [beams, tokens]: slots
+    tails: IntArray  # [rows, tokens]: slots; nothing if no row has any
 
 
 def make_inputs(
@@ -64,15 +64,15 @@ def make_inputs(
     inside = np.minimum(positions // block_size, width - 1)  # of beams it is said below
     slots = tables[sequence, inside] * block_size + positions % block_size
     contexts = positions + 1
-    begins, ends, of = np.zeros(total, np.int32), contexts.copy(), sequence
+    begins, ends = np.zeros(total, np.int32), contexts.copy()
     tiles = _tiles(placed, bounds, tile_rows, 0 if alone else FEW)
     for first, length, _, _ in tiles:
         ends[first : first + length] = 0
     groups = _prefixes(placed, tables, bounds, block_size) if order is not None else []
     for group in groups:
         begins[group.first_row : group.first_row + group.num_rows] = group.num_shared
-    tails: list[IntArray] = []
-    is_beam = np.zeros(total, bool)
+    tail_counts = np.zeros(total, np.int32)
+    tails: list[tuple[int, IntArray]] = []
     for at, row in enumerate(placed):
         step = _beams(row)
         if step is None:
@@ -81,14 +81,10 @@ def make_inputs(
         own = _slots_of(row, step, block_size)
         positions[begin:end], slots[begin:end] = step.num_shared + own.shape[1] - 1, own[:, -1]
         contexts[begin:end] = positions[begin:end] + 1
-        ends[begin:end] = own.shape[1]
-        of[begin:end] = np.arange(len(own)) + sum(map(len, tails))
-        is_beam[begin:end] = True
+        ends[begin:end], tail_counts[begin:end] = 0, own.shape[1]
         groups.append(Group(begin, end - begin, at, step.num_shared))
-        tails.append(own)
-    work = plan_work(begins, ends, of, groups, group_rows)
-    mine = is_beam[work.own[:, 0]] if tails else None
-    plain, last = (work.own, work.own[:0]) if mine is None else (work.own[~mine], work.own[mine])
+        tails.append((begin, own))
+    work = plan_work(begins, ends, sequence, groups, group_rows)
     return Inputs(
         tokens,
         positions,
@@ -96,14 +92,14 @@ def make_inputs(
         contexts,
         _samples(rows, bounds, order),
         work.starts,
-        np.array([len(plain), len(work.shared), len(last), len(tiles)], np.int32),
-        plain,
+        tail_counts,
+        np.array([len(work.own), len(work.shared), len(tiles)], np.int32),
+        work.own,
         work.shared,
-        last,
         work.results,
         np.array(tiles, np.int32).reshape(-1, TILE_FIELDS),
         tables,
-        _padded(tails),
+        _by_row(tails, total),
     )
 
 
@@ -188,9 +184,62 @@ def _samples(rows: Sequence[Row], bounds: list[int], order: list[int] | None) ->
     return np.array(chosen, np.int32)
 
 
-def _padded(tails: Sequence[IntArray]) -> IntArray:
-    width = max((each.shape[1] for each in tails), default=0)
-    return np.concatenate([np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in tails] or [_NONE])
+def _by_row(tails: Sequence[tuple[int, IntArray]], num_rows: int) -> IntArray:
+    if not tails:
+        return _NONE
+    found = np.zeros((num_rows, max(own.shape[1] for _, own in tails)), np.int32)
+    for begin, own in tails:
+        found[begin : begin + len(own), : own.shape[1]] = own
+    return found
 
 
 _NONE = np.zeros((0, 0), np.int32)
+
+
+class BeamInputs:
+    """Of the passes of searches that go to their ends together: what changes from one to the next is a few numbers."""
+
+    def __init__(self, rows: Sequence[Row], steps: Sequence[SearchStep], block_size: int, group_rows: int) -> None:
+        width, passes, total = steps[0].params.width, steps[0].passes, len(rows) * steps[0].params.width
+        self._shared = np.repeat(np.array([step.num_shared for step in steps], np.int32), width)
+        places = np.arange((passes - 1) * width).reshape(passes - 1, width)
+        slots = np.empty((passes - 1, len(rows), width), np.int32)
+        counts = [-(-step.num_shared // block_size) for step in steps]
+        tables = np.zeros((len(rows), max(counts)), np.int32)
+        for at, (row, step) in enumerate(zip(rows, steps, strict=True)):
+            blocks, inside = np.frombuffer(row.blocks, np.int32), step.num_shared + places
+            slots[:, at] = blocks[inside // block_size] * block_size + inside % block_size
+            tables[at, : counts[at]] = blocks[: counts[at]]
+        self.slots: IntArray = slots.reshape(passes - 1, total)  # of each pass but the first
+        groups = [Group(at * width, width, at, step.num_shared) for at, step in enumerate(steps)]
+        none = np.zeros(total, np.int32)
+        work = plan_work(none, none, none, groups, group_rows)
+        self._same = Inputs(
+            tokens=none,
+            positions=none,
+            slots=none,
+            contexts=none,
+            samples=np.arange(total, dtype=np.int32),
+            starts=work.starts,
+            tail_counts=none,
+            counts=np.array([0, len(work.shared), 0], np.int32),
+            own=work.own,
+            shared=work.shared,
+            results=work.results,
+            tiles=np.zeros((0, TILE_FIELDS), np.int32),
+            tables=tables,
+            tails=_NONE,
+        )
+
+    def of(self, number: int) -> Inputs:
+        """A later pass, from 1 on. Whose heir each beam is, and so its slots but the last, are the device's to fill in."""
+        positions = self._shared + np.int32(number - 1)
+        tails = np.zeros((len(positions), number), np.int32)
+        tails[:, -1] = self.slots[number - 1]
+        return self._same._replace(
+            positions=positions,
+            slots=self.slots[number - 1],
+            contexts=positions + np.int32(1),
+            tail_counts=np.full(len(positions), number, np.int32),
+            tails=tails,
+        )

@@ -98,14 +98,13 @@ def _absorb(peak, mass, total, weights, values, PRECISION: tl.constexpr):
 
 @triton.jit
 def _attend_pieces(
-    q, k_cache, v_cache, tables, pieces, num_pieces, contexts, sums, logs, scale, table_stride, block_stride, window,
+    q, k_cache, v_cache, tables, pieces, num_pieces, contexts, sums, logs, out, scale, table_stride, block_stride, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, BY_SLOT: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, IS_ALL: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A piece is a stretch of KV and the query rows that see it: (first row, rows, table, begin, end, first result). For each of
-    its rows and heads comes out what the stretch gives, not yet divided, and the logarithm of the weights' sum.
-
-    With `BY_SLOT` the table has a place for each token, else a block for `SIZE` of them."""
+    its rows and heads comes out what the stretch gives, not yet divided, and the logarithm of the weights' sum; if it `IS_ALL`
+    that its rows see, it is what they get."""
     head = tl.program_id(1)
     lane = tl.arange(0, ROWS)
     at = tl.arange(0, DIM)
@@ -129,13 +128,8 @@ def _attend_pieces(
         for start in range(begin, end, TILE):
             place = start + tl.arange(0, TILE)
             inside = place < end
-            if BY_SLOT:
-                slot = tl.load(tables + table.to(tl.int64) * table_stride + place, mask=inside, other=0)
-                block, offset = slot // SIZE, slot % SIZE
-            else:
-                block = tl.load(tables + table.to(tl.int64) * table_stride + place // SIZE, mask=inside, other=0)
-                offset = place % SIZE
-            source = block.to(tl.int64) * block_stride + (head * SIZE + offset) * DIM
+            block = tl.load(tables + table.to(tl.int64) * table_stride + place // SIZE, mask=inside, other=0)
+            source = block.to(tl.int64) * block_stride + (head * SIZE + place % SIZE) * DIM
             keys = tl.load(k_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(queries.dtype)
             weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
             seen = inside[None, :] & used[:, None]
@@ -144,22 +138,33 @@ def _attend_pieces(
             weights = tl.where(seen, weights, float("-inf"))
             values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(queries.dtype)
             peak, mass, total = _absorb(peak, mass, total, weights, values, PRECISION)
-        out = (result + lane // GROUP).to(tl.int64) * HEADS + head * GROUP + lane % GROUP
-        tl.store(sums + out[:, None] * DIM + at[None, :], total, mask=used[:, None])
-        tl.store(logs + out * 2, peak, mask=used)
-        tl.store(logs + out * 2 + 1, mass, mask=used)
+        if IS_ALL:
+            tl.store(
+                out + query[:, None] + at[None, :], (total / mass[:, None]).to(out.dtype.element_ty), mask=used[:, None]
+            )
+        else:
+            target = (result + lane // GROUP).to(tl.int64) * HEADS + head * GROUP + lane % GROUP
+            tl.store(sums + target[:, None] * DIM + at[None, :], total, mask=used[:, None])
+            tl.store(logs + target * 2, peak, mask=used)
+            tl.store(logs + target * 2 + 1, mass, mask=used)
 
 
 @triton.jit
-def _merge_pieces(sums, logs, results, starts, out, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """What the pieces of a row's context give, together; a row without any (padding) gets 0."""
+def _merge_pieces(
+    q, k_cache, v_cache, sums, logs, results, starts, tails, tail_counts, out, scale, tail_stride, block_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    HAS_TAILS: tl.constexpr,
+):  # fmt: skip
+    """What the pieces of a row's context give, together, and with them what is in the slots that a beam has for itself; a row
+    without any (padding, or one of a tile) is left alone."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     at = tl.arange(0, DIM)
-    peak = float("-inf")
-    mass = 0.0
+    first, last = tl.load(starts + row), tl.load(starts + row + 1)
+    peak = tl.full([1], float("-inf"), tl.float32)
+    mass = tl.zeros([1], tl.float32)
     total = tl.zeros([DIM], tl.float32)
-    for index in range(tl.load(starts + row), tl.load(starts + row + 1)):
+    for index in range(first, last):
         result = tl.load(results + index).to(tl.int64) * HEADS + head
         other = tl.load(logs + result * 2)
         new_peak = tl.maximum(peak, other)
@@ -169,7 +174,24 @@ def _merge_pieces(sums, logs, results, starts, out, HEADS: tl.constexpr, DIM: tl
         mass = mass * fade + tl.load(logs + result * 2 + 1) * gain
         peak = new_peak
     place = (row.to(tl.int64) * HEADS + head) * DIM + at
-    tl.store(out + place, total / tl.where(mass > 0.0, mass, 1.0).to(out.dtype.element_ty))
+    if HAS_TAILS:
+        count = tl.load(tail_counts + row)
+        query = tl.load(q + place).to(tl.float32) * (scale * LOG2E)
+        for start in range(0, count, TILE):
+            token = start + tl.arange(0, TILE)
+            inside = token < count
+            slot = tl.load(tails + row * tail_stride + token, mask=inside, other=0)
+            source = (slot // SIZE).to(tl.int64) * block_stride + ((head // GROUP) * SIZE + slot % SIZE) * DIM
+            keys = tl.load(k_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+            values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+            weights = tl.where(inside, tl.sum(keys * query[None, :], 1), float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(weights, 0))
+            weights = tl.exp2(weights - new_peak)
+            fade = tl.exp2(peak - new_peak)
+            mass = mass * fade + tl.sum(weights, 0)
+            total = total * fade + tl.sum(weights[:, None] * values, 0)
+            peak = new_peak
+    tl.store(out + place, (total / mass).to(out.dtype.element_ty), mask=(at >= 0) & (mass > 0.0))
 
 
 @triton.jit
@@ -180,13 +202,14 @@ def _attend_tiles(
 ):  # fmt: skip
     """Many tokens of one sequence, each over all that came before it: (first row, rows, table, first position)."""
     tile = tl.program_id(0)
-    if tile >= tl.load(num_tiles):
-        return
     head = tl.program_id(1)
+    there = tile < tl.load(
+        num_tiles
+    )  # a program without a tile does nothing, though it does not end early: loops are faster so
     first_row = tl.load(tiles + tile * 4)
-    num_rows = tl.load(tiles + tile * 4 + 1)
+    num_rows = tl.where(there, tl.load(tiles + tile * 4 + 1), 0)
     table = tl.load(tiles + tile * 4 + 2).to(tl.int64) * table_stride
-    first = tl.load(tiles + tile * 4 + 3)
+    first = tl.where(there, tl.load(tiles + tile * 4 + 3), 0)
     lane = tl.arange(0, ROWS)
     at = tl.arange(0, DIM)
     used = lane < num_rows
@@ -384,29 +407,47 @@ def attend_pieces(
     contexts: Tensor,
     sums: Tensor,
     logs: Tensor,
+    out: Tensor | None = None,
     *,
     scale: float,
     window: int | None,
     rows: int,
     programs: int,
-    by_slot: bool = False,
 ) -> None:
-    """`rows`: the most query rows that a piece has."""
+    """`rows`: the most query rows that a piece has. With `out`, each piece is all that its rows see."""
     heads, dim = q.shape[1:]
     kv_heads, size = k_cache.shape[1:3]
     group = heads // kv_heads
     lanes = max(triton.next_power_of_2(rows * group), 16)
     _attend_pieces[(programs, kv_heads)](
-        q, k_cache, v_cache, tables, pieces, num_pieces, contexts, sums, logs, scale, tables.stride(0),
-        k_cache.stride(0), window or 0,
-        HEADS=heads, GROUP=group, SIZE=size, DIM=dim, ROWS=lanes, TILE=64 if lanes <= 64 else 32, BY_SLOT=by_slot,
+        q, k_cache, v_cache, tables, pieces, num_pieces, contexts, sums, logs, out if out is not None else sums, scale,
+        tables.stride(0), k_cache.stride(0), window or 0,
+        HEADS=heads, GROUP=group, SIZE=size, DIM=dim, ROWS=lanes, TILE=64 if lanes <= 64 else 32, IS_ALL=out is not None,
         HAS_WINDOW=window is not None, PRECISION=_precision(q), num_warps=4 if lanes <= 64 else 8, num_stages=_stages(q),
     )  # fmt: skip
 
 
-def merge_pieces(sums: Tensor, logs: Tensor, results: Tensor, starts: Tensor, out: Tensor) -> None:
+def merge_pieces(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    sums: Tensor,
+    logs: Tensor,
+    results: Tensor,
+    starts: Tensor,
+    tails: tuple[Tensor, Tensor] | None,
+    out: Tensor,
+    *,
+    scale: float,
+) -> None:
+    """`tails`: [rows, tokens] slots, and how many of them each row has."""
     rows, heads, dim = out.shape
-    _merge_pieces[(rows, heads)](sums, logs, results, starts, out, HEADS=heads, DIM=dim, num_warps=1)
+    kv_heads, size = k_cache.shape[1:3]
+    slots, counts = tails if tails is not None else (starts, starts)
+    _merge_pieces[(rows, heads)](
+        q, k_cache, v_cache, sums, logs, results, starts, slots, counts, out, scale, slots.stride(0), k_cache.stride(0),
+        HEADS=heads, GROUP=heads // kv_heads, SIZE=size, DIM=dim, TILE=4, HAS_TAILS=tails is not None, num_warps=1,
+    )  # fmt: skip
 
 
 def attend_tiles(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from segue.base.config import EngineConfig
 from segue.base.errors import DeviceLost
-from segue.engine import Row, SearchStep, StepPlan, StepResult
+from segue.engine import Candidates, Row, SearchStep, StepPlan, StepResult
 from segue.kv import Copy
 from segue.model.cuda import search
 from segue.model.cuda.backend import CudaBackend
@@ -103,6 +103,9 @@ class CudaRunner(ModelRunner):
             return _checked(step.tokens.tolist())
         logits = self._decoder.logits(step.hidden) if step.logits is None else step.logits.float()
         return sample(logits, rows)
+
+    def _expand(self, x: Tensor, step: SearchStep) -> Candidates:
+        return self._sweeps.expand(x, step) or super()._expand(x, step)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, after: Launched | None) -> Launched | search.Swept | None:

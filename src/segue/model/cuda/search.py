@@ -9,18 +9,20 @@ the device's secret, and comes back once, for all passes.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from segue.engine import Candidates, Row, SearchStep
 from segue.kv import Copy
 from segue.model.cuda import kernels
+from segue.model.cuda.inputs import BeamInputs
 from segue.model.cuda.steps import CudaSteps, Fed, Step
+from segue.model.cuda.vocabulary import best_tokens
 from segue.model.decoder import Decoder
 from segue.model.items import Walk
 from segue.model.searcher import DeviceLevel, Searcher
@@ -105,33 +107,50 @@ class Sweeps:
         steps = [row.search for row in rows if row.search is not None]
         width, passes = steps[0].params.width, steps[0].passes
         count = 0 if steps[0].constraint is not None else width
-        beams = self._choose(self._steps.run(rows, copies, needs_head=True, num_candidates=count), steps, None)
+        first = self._steps.run(rows, copies, needs_head=True, num_candidates=count)
+        inputs = BeamInputs(rows, steps, self._block_size, self._steps.group_rows)
+        slots = self._on_device(inputs.slots, first.hidden.device)
+        beams = self._choose(first, steps, None)
         history, tails = [beams], None
-        slots = self._slots(rows, steps, beams.tokens.device) if passes > 2 else None
         for number in range(1, passes):
-            following = [_beam_row(row, step, number) for row, step in zip(rows, steps, strict=True)]
             fed = Fed(beams.tokens.flatten(), tails)
-            step = self._steps.run(following, needs_head=True, num_candidates=count, fed=fed)
+            step = self._steps.run_inputs(inputs.of(number), fed=fed, needs_head=True, num_candidates=count)
             beams = self._choose(step, steps, beams, number)
             history.append(beams)
-            if slots is not None and number + 1 < passes:
+            if number + 1 < passes:
                 own = slots[number - 1][:, None]
                 had = own if tails is None else torch.cat([tails, own], 1)
-                first = torch.arange(len(rows), device=had.device)[:, None] * width
-                tails = had[(first + beams.parents).flatten()]
+                begins = torch.arange(len(rows), device=had.device)[:, None] * width
+                tails = had[(begins + beams.parents).flatten()]
         return history
 
-    def _slots(self, rows: list[Row], steps: list[SearchStep], device: torch.device) -> Tensor:
-        """[passes, beams] where the KV of each beam of each pass goes, but for the first and the last."""
-        width, passes = steps[0].params.width, steps[0].passes
-        inside = np.arange((passes - 2) * width)
-        found = np.empty((passes - 2, len(rows), width), np.int32)
-        for at, (row, step) in enumerate(zip(rows, steps, strict=True)):
-            places = step.num_shared + inside
-            blocks = np.frombuffer(row.blocks, np.int32)[places // self._block_size]
-            found[:, at] = (blocks * self._block_size + places % self._block_size).reshape(passes - 2, width)
-        there = torch.from_numpy(found.reshape(passes - 2, -1))
+    def _on_device(self, values: npt.NDArray[np.int32], device: torch.device) -> Tensor:
+        there = torch.from_numpy(values)
         return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
+
+    def expand(self, hidden: Tensor, step: SearchStep) -> Candidates | None:
+        """One pass of one group, by the same arithmetic; None if it has to be done otherwise. `hidden[i]` is beam i's last."""
+        walk = step.constraint
+        if step.params.temperature or step.params.allowed_token_ids or len(hidden) * self._fan_out(step) > _MOST_LEGAL:
+            return None
+        logits = self._decoder.raw_logits(hidden)
+        scores = torch.tensor([step.scores], dtype=torch.float32).to(hidden.device)
+        nodes = torch.tensor([step.nodes], dtype=torch.int32).to(hidden.device)
+        before = Beams(scores, nodes, nodes, nodes)
+        if walk is None:
+            tokens, logprobs = best_tokens(logits, step.num_candidates)
+            found = _best(tokens, logprobs, torch.zeros_like(tokens), before, 1, step.num_candidates)
+        else:
+            count = self._fan_out(step)
+            legal = self._legal(logits, [step], before if step.depth else None, step.depth, count)
+            found = _best(*legal, before, 1, step.num_candidates)
+        candidates = _as_candidates(torch.stack([found.scores.view(torch.int32), *found[1:]])[None].cpu(), None)[0]
+        if not isinstance(walk, Walk):
+            return candidates
+        return candidates._replace(ends=walk.catalogue.are_ends(candidates.nodes, step.depth))
+
+    def _fan_out(self, step: SearchStep) -> int:
+        return step.constraint.catalogue.most_children[step.depth] if isinstance(step.constraint, Walk) else 1
 
     def _choose(self, step: Step, steps: list[SearchStep], before: Beams | None, depth: int = 0) -> Beams:
         """The best of each group."""
@@ -190,16 +209,6 @@ def _kind(row: Row) -> tuple[object, ...]:
     assert step is not None
     walk = step.constraint
     return step.params.width, step.passes, id(walk.catalogue) if isinstance(walk, Walk) else None, step.params.scoring
-
-
-def _beam_row(row: Row, step: SearchStep, number: int) -> Row:
-    """A later pass: all of it that the host knows. Ancestors are the device's to fill in."""
-    width = step.params.width
-    start = step.num_shared + (number - 1) * width
-    tails = [array("i", range(step.num_shared + at, start + width, width)) for at in range(width)]
-    return row._replace(
-        tokens=array("i", bytes(4 * width)), start=start, stop=start + width, search=step._replace(tails=tails)
-    )
 
 
 def _best(tokens: Tensor, logprobs: Tensor, nodes: Tensor, before: Beams | None, groups: int, width: int) -> Beams:

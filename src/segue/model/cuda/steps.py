@@ -74,10 +74,10 @@ class _Fields(NamedTuple, Generic[T]):
     sources: T
     copies: T
     starts: T
+    tail_counts: T
     counts: T
     own: T
     shared: T
-    last: T
     results: T
     tiles: T
     tables: T
@@ -93,6 +93,7 @@ class _Kind(NamedTuple):
     has_shared: bool
     has_tails: bool
     has_tiles: bool
+    is_whole: bool
     has_head: bool
     num_candidates: int = 0  # of each row, that a search looks at
 
@@ -137,10 +138,10 @@ class CudaSteps:
             sources=few,
             copies=2 * few,
             starts=rows + 1,
-            counts=4,
+            tail_counts=rows,
+            counts=3,
             own=pieces * FIELDS,
             shared=pieces * FIELDS,
-            last=rows * FIELDS,
             results=most_results(few),
             tiles=rows * TILE_FIELDS,
             tables=sequences * max_blocks,
@@ -168,6 +169,10 @@ class CudaSteps:
         self._seen: set[_Kind] = set()
         self._pool: Any = None
 
+    @property
+    def group_rows(self) -> int:
+        return self._backend.group_rows
+
     def run(
         self,
         rows: Sequence[Row],
@@ -175,10 +180,20 @@ class CudaSteps:
         *,
         needs_head: bool,
         num_candidates: int = 0,
-        fed: Fed | None = None,
     ) -> Step:
         """Of the rows that are sampled from, in order. With `num_candidates`, so many of each, for a search."""
         inputs = self._inputs(rows)
+        return self.run_inputs(inputs, copies, needs_head=needs_head, num_candidates=num_candidates)
+
+    def run_inputs(
+        self,
+        inputs: Inputs,
+        copies: Sequence[Copy] = (),
+        fed: Fed | None = None,
+        *,
+        needs_head: bool,
+        num_candidates: int = 0,
+    ) -> Step:
         kind = self._kind(inputs, copies, needs_head=needs_head, num_candidates=num_candidates)
         if kind is None:
             hidden = self._decoder.hidden(self._batch(inputs, copies, fed), self._kv)
@@ -264,9 +279,9 @@ class CudaSteps:
             and len(inputs.results) <= len(self._sums)
         ):
             return None
-        own, shared, last, tiles = (inputs.counts > 0).tolist()
-        samples = _size(max(len(inputs.samples), 1))
-        kind = _Kind(_size(num_rows), samples, own, shared, last, tiles, needs_head, num_candidates)
+        own, shared, tiles = (inputs.counts > 0).tolist()
+        samples, has_tails, is_whole = _size(max(len(inputs.samples), 1)), inputs.tails.size > 0, _is_whole(inputs)
+        kind = _Kind(_size(num_rows), samples, own, shared, has_tails, tiles, is_whole, needs_head, num_candidates)
         if kind.rows > FEW_ROWS and kind not in self._recorded and kind not in self._seen:
             self._seen.add(kind)
             return None
@@ -309,7 +324,6 @@ class CudaSteps:
         for field, values in (
             (there.own, inputs.own),
             (there.shared, inputs.shared),
-            (there.last, inputs.last),
             (there.results, inputs.results),
             (there.tiles, inputs.tiles),
         ):
@@ -318,6 +332,8 @@ class CudaSteps:
         there.tables.reshape(-1, self._max_blocks)[:used, :width] = inputs.tables
         upto = self._starts[0] + used * self._max_blocks
         if inputs.tails.size:
+            there.tail_counts[:count] = inputs.tail_counts
+            there.tail_counts[count:size] = 0
             there.tails.reshape(-1, _TAIL)[: len(inputs.tails), : inputs.tails.shape[1]] = inputs.tails
             upto = self._starts[1] + len(inputs.tails) * _TAIL
         self._device[:upto].copy_(buffer.memory[:upto], non_blocking=True)
@@ -332,11 +348,13 @@ class CudaSteps:
         there, rows = self._read, kind.rows
         tables = there.tables.view(-1, self._max_blocks)
         attention = Attention(
-            self._lists((kind.has_own, kind.has_shared, kind.has_tails), there, tables, there.tails.view(-1, _TAIL)),
+            self._lists((kind.has_own, kind.has_shared), there, tables),
+            (there.tails.view(-1, _TAIL), there.tail_counts) if kind.has_tails else None,
+            kind.is_whole,
             there.results,
             there.starts,
             there.contexts,
-            Tiles(there.tiles.view(-1, TILE_FIELDS)[:rows], there.counts[3:]) if kind.has_tiles else None,
+            Tiles(there.tiles.view(-1, TILE_FIELDS)[:rows], there.counts[2:]) if kind.has_tiles else None,
             tables,
             self._sums,
             self._logs,
@@ -353,13 +371,12 @@ class CudaSteps:
             attention=attention,
         )
 
-    def _lists(self, used: Sequence[bool], there: _Fields[Tensor], tables: Tensor, tails: Tensor) -> list[Pieces]:
-        """Of the three kinds of pieces, those that a step has."""
+    def _lists(self, used: Sequence[bool], there: _Fields[Tensor], tables: Tensor) -> list[Pieces]:
+        """Of the two kinds of pieces, those that a step has."""
         counts = there.counts
         lists = (
             Pieces(there.own.view(-1, FIELDS), counts[:1], tables),
             Pieces(there.shared.view(-1, FIELDS), counts[1:2], tables, self._backend.group_rows),
-            Pieces(there.last.view(-1, FIELDS), counts[2:3], tails, by_slot=True),
         )
         return [each for each, is_used in zip(lists, used, strict=True) if is_used]
 
@@ -402,11 +419,13 @@ class CudaSteps:
                 there.tails[:, : fed.tails.shape[1]] = fed.tails
         results = len(inputs.results)
         attention = Attention(
-            self._lists((inputs.counts[:3] > 0).tolist(), there, there.tables, there.tails),
+            self._lists((inputs.counts[:2] > 0).tolist(), there, there.tables),
+            (there.tails, there.tail_counts) if inputs.tails.size else None,
+            _is_whole(inputs),
             there.results,
             there.starts,
             there.contexts,
-            Tiles(there.tiles, there.counts[3:]) if len(inputs.tiles) else None,
+            Tiles(there.tiles, there.counts[2:]) if len(inputs.tiles) else None,
             there.tables,
             torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device),
             torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device),
@@ -425,6 +444,11 @@ class CudaSteps:
 
 
 _NONE = np.zeros(0, np.int32)
+
+
+def _is_whole(inputs: Inputs) -> bool:
+    """Whether no row's context is in several pieces."""
+    return not inputs.tails.size and not len(inputs.shared) and int(np.diff(inputs.starts).max()) <= 1
 
 
 def _size(num_rows: int) -> int:
