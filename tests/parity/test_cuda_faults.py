@@ -51,6 +51,7 @@ def test_a_step_that_finds_no_memory_ends_its_requests_alone(loaded):
 
 
 BROKEN = """
+import os
 import torch
 from segue import Engine, SamplingParams
 from segue.base.errors import DeviceLost, StepFailed
@@ -68,7 +69,8 @@ with Engine("tiny", device="cuda", num_blocks=64, tiers=["host=16MiB"]) as engin
     deltas += engine._arrived
     assert isinstance(deltas[-1].error, StepFailed), deltas
     engine.check()
-print("closed")
+print("closed", flush=True)
+os._exit(0)
 """
 
 

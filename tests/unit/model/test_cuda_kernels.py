@@ -232,6 +232,9 @@ def test_the_best_of_a_vocabulary(vocab):
     assert torch.allclose(logprobs.double(), wanted, atol=1e-4)
     logits[1, 7] = torch.nan
     assert best_tokens(logits, 20)[1][1].isnan().any()
+    few = torch.randint(-3, 3, (4, vocab)).float()  # many are equal: the first of them
+    wanted = few.double().sort(dim=-1, descending=True, stable=True).indices[:, :20]
+    assert best_tokens(few, 20)[0].tolist() == wanted.tolist()
 
 
 def test_blocks_are_copied_in_every_layer():

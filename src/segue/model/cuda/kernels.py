@@ -191,7 +191,8 @@ def _merge_pieces(
             mass = mass * fade + tl.sum(weights, 0)
             total = total * fade + tl.sum(weights[:, None] * values, 0)
             peak = new_peak
-    tl.store(out + place, (total / mass).to(out.dtype.element_ty), mask=(at >= 0) & (mass > 0.0))
+    divided = total / tl.where(mass > 0.0, mass, 1.0)
+    tl.store(out + place, divided.to(out.dtype.element_ty), mask=(at >= 0) & (mass > 0.0))
 
 
 @triton.jit
@@ -466,10 +467,12 @@ def attend_tiles(
     """`rows`: of a tile, at most."""
     heads, dim = q.shape[1:]
     kv_heads, size = k_cache.shape[1:3]
+    wide = rows == 128  # measured best on an H200: docs/log.md
     _attend_tiles[(len(tiles), heads)](
         q, k_cache, v_cache, tables, tiles, num_tiles, out, scale, tables.stride(0), k_cache.stride(0), window or 0,
-        HEADS=heads, GROUP=heads // kv_heads, SIZE=size, DIM=dim, ROWS=rows, TILE=64, HAS_WINDOW=window is not None,
-        PRECISION=_precision(q), num_warps=8 if rows > 64 else 4, num_stages=_stages(q),
+        HEADS=heads, GROUP=heads // kv_heads, SIZE=size, DIM=dim, ROWS=rows, TILE=128 if wide else 64,
+        HAS_WINDOW=window is not None, PRECISION=_precision(q), num_warps=8 if wide else 4,
+        num_stages=_stages(q) if dim <= 128 else min(_stages(q), 2),
     )  # fmt: skip
 
 

@@ -138,7 +138,9 @@ class CudaRunner(ModelRunner):
         return self._decoder.logits(self._steps.run(plan.rows, plan.copies, needs_head=False).hidden)
 
     def close(self) -> None:
-        if self.kv.device.type == "cuda" and not self._is_lost:
+        if self._is_lost:
+            return  # nothing can be given back to it; the process is to end
+        if self.kv.device.type == "cuda":
             torch.cuda.synchronize(self.kv.device)
         self._moves = None
         del self._steps, self._sweeps

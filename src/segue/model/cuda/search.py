@@ -22,7 +22,7 @@ from segue.kv import Copy
 from segue.model.cuda import kernels
 from segue.model.cuda.inputs import BeamInputs
 from segue.model.cuda.steps import CudaSteps, Fed, Step
-from segue.model.cuda.vocabulary import best_tokens
+from segue.model.cuda.vocabulary import best_tokens, largest
 from segue.model.decoder import Decoder
 from segue.model.items import Walk
 from segue.model.searcher import DeviceLevel, Searcher
@@ -220,8 +220,8 @@ def _best(tokens: Tensor, logprobs: Tensor, nodes: Tensor, before: Beams | None,
         totals = torch.where(before.scores[:, :, None] == -torch.inf, -torch.inf, totals)
     totals = totals.reshape(groups, -1)
     found = min(width, totals.shape[1])
-    scores, where = totals.topk(found, dim=-1)
-    parents = where // count
+    where = largest(totals, found)
+    scores, parents = totals.gather(1, where), where // count
     tokens, nodes = (each.reshape(groups, -1).gather(1, where) for each in (tokens, nodes))
     beams = Beams(scores, parents.int(), tokens.int(), nodes.int())
     if found == width:
@@ -277,7 +277,8 @@ def expand(best: tuple[Tensor, Tensor], steps: Sequence[SearchStep]) -> list[Can
         rows = place.flatten().to(device)
         tokens, logprobs = tokens[rows], logprobs[rows]
     totals = logprobs.view(groups, widest, most) + scores[:, :, None]
-    values, where = totals.view(groups, -1).topk(most, dim=-1)
+    where = largest(totals.view(groups, -1), most)
+    values = totals.view(groups, -1).gather(1, where)
     chosen = tokens.reshape(groups, -1).gather(1, where)
     packed = torch.stack([values.view(torch.int32), where.int(), chosen.int()]).cpu()
     numbers, places, ids = packed[0].view(torch.float32).tolist(), packed[1].tolist(), packed[2].tolist()

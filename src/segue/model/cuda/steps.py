@@ -90,9 +90,9 @@ class _Kind(NamedTuple):
     rows: int
     samples: int
     has_own: bool
-    has_shared: bool
+    group_rows: int  # of a piece that a group shares, at most; 0 if there is none
+    num_tiles: int
     has_tails: bool
-    has_tiles: bool
     is_whole: bool
     has_head: bool
     num_candidates: int = 0  # of each row, that a search looks at
@@ -279,9 +279,17 @@ class CudaSteps:
             and len(inputs.results) <= len(self._sums)
         ):
             return None
-        own, shared, tiles = (inputs.counts > 0).tolist()
-        samples, has_tails, is_whole = _size(max(len(inputs.samples), 1)), inputs.tails.size > 0, _is_whole(inputs)
-        kind = _Kind(_size(num_rows), samples, own, shared, has_tails, tiles, is_whole, needs_head, num_candidates)
+        kind = _Kind(
+            _size(num_rows),
+            _size(max(len(inputs.samples), 1)),
+            len(inputs.own) > 0,
+            _group_rows(inputs),
+            _size(len(inputs.tiles)) if len(inputs.tiles) else 0,
+            inputs.tails.size > 0,
+            _is_whole(inputs),
+            needs_head,
+            num_candidates,
+        )
         if kind.rows > FEW_ROWS and kind not in self._recorded and kind not in self._seen:
             self._seen.add(kind)
             return None
@@ -348,13 +356,13 @@ class CudaSteps:
         there, rows = self._read, kind.rows
         tables = there.tables.view(-1, self._max_blocks)
         attention = Attention(
-            self._lists((kind.has_own, kind.has_shared), there, tables),
+            self._lists(kind.has_own, kind.group_rows, there, tables),
             (there.tails.view(-1, _TAIL), there.tail_counts) if kind.has_tails else None,
             kind.is_whole,
             there.results,
             there.starts,
             there.contexts,
-            Tiles(there.tiles.view(-1, TILE_FIELDS)[:rows], there.counts[2:]) if kind.has_tiles else None,
+            Tiles(there.tiles.view(-1, TILE_FIELDS)[: kind.num_tiles], there.counts[2:]) if kind.num_tiles else None,
             tables,
             self._sums,
             self._logs,
@@ -371,14 +379,14 @@ class CudaSteps:
             attention=attention,
         )
 
-    def _lists(self, used: Sequence[bool], there: _Fields[Tensor], tables: Tensor) -> list[Pieces]:
+    def _lists(self, has_own: bool, group_rows: int, there: _Fields[Tensor], tables: Tensor) -> list[Pieces]:
         """Of the two kinds of pieces, those that a step has."""
-        counts = there.counts
-        lists = (
-            Pieces(there.own.view(-1, FIELDS), counts[:1], tables),
-            Pieces(there.shared.view(-1, FIELDS), counts[1:2], tables, self._backend.group_rows),
-        )
-        return [each for each, is_used in zip(lists, used, strict=True) if is_used]
+        lists = []
+        if has_own:
+            lists.append(Pieces(there.own.view(-1, FIELDS), there.counts[:1], tables))
+        if group_rows:
+            lists.append(Pieces(there.shared.view(-1, FIELDS), there.counts[1:2], tables, group_rows))
+        return lists
 
     def _record(self, kind: _Kind) -> _Recorded:
         batch = self._static(kind)
@@ -419,7 +427,7 @@ class CudaSteps:
                 there.tails[:, : fed.tails.shape[1]] = fed.tails
         results = len(inputs.results)
         attention = Attention(
-            self._lists((inputs.counts[:2] > 0).tolist(), there, there.tables),
+            self._lists(len(inputs.own) > 0, _group_rows(inputs), there, there.tables),
             (there.tails, there.tail_counts) if inputs.tails.size else None,
             _is_whole(inputs),
             there.results,
@@ -444,6 +452,11 @@ class CudaSteps:
 
 
 _NONE = np.zeros(0, np.int32)
+
+
+def _group_rows(inputs: Inputs) -> int:
+    """As a power of two."""
+    return 1 << (int(inputs.shared[:, 1].max()) - 1).bit_length() if len(inputs.shared) else 0
 
 
 def _is_whole(inputs: Inputs) -> bool:
