@@ -132,7 +132,7 @@ class Answers:
         count = search.params.n or search.params.width
         best = merged(active.found, search.params.merge, len(active.found), count)
         if (constraint := search.constraint) is not None:
-            best = [beam._replace(items=constraint.names(beam.token_ids)) for beam in best]
+            best = [beam._replace(items=constraint.names(len(beam.token_ids), beam.node), node=0) for beam in best]
         if self._tokenizer is not None and active.turn.detokenize:
             best = [beam._replace(text=_text_of(beam, self._tokenizer)) for beam in best]
         return tuple(best)

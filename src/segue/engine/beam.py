@@ -42,8 +42,8 @@ class Constraint(Protocol):
     @property
     def max_token(self) -> int: ...
 
-    def names(self, tokens: Sequence[int]) -> tuple[str, ...]:
-        """Of the items with these tokens, if it is a catalogue."""
+    def names(self, num_tokens: int, node: int) -> tuple[str, ...]:
+        """Of the items that end at a node so many tokens deep, if it is a catalogue."""
         ...
 
 
@@ -119,6 +119,7 @@ class Beam(NamedTuple):
     text: str = ""
     items: tuple[str, ...] = ()  # of the catalogue, that have these tokens
     answer: int = 0  # the thought it followed
+    node: int = 0  # of the catalogue, until its items are known
 
 
 class _Added(NamedTuple):
@@ -207,7 +208,7 @@ class BeamSearch:
 
     def _end_some(self, step: SearchStep, candidates: Candidates, *, is_full_length: bool) -> list[int]:
         """End the lines that do; which of the candidates go on."""
-        going, stop_ids, width = [], self._stop_ids, self.params.width
+        going, ending, stop_ids, width = [], [], self._stop_ids, self.params.width
         if self.constraint is not None:
             stop_ids = frozenset()  # a line ends where the item does
         for at, (token, ends) in enumerate(zip(candidates.tokens, candidates.ends, strict=True)):
@@ -215,20 +216,26 @@ class BeamSearch:
             if not (is_full_length or has_stopped):
                 going.append(at)
             elif at < width:
-                self._finish(step, candidates, at, FinishReason.STOP if has_stopped else FinishReason.LENGTH)
+                ending.append((at, FinishReason.STOP if has_stopped else FinishReason.LENGTH))
+        self._finish(step, candidates, ending)
         self.found.sort(key=lambda beam: -beam.score)
         del self.found[width:]
         return going
 
-    def _finish(self, step: SearchStep, candidates: Candidates, at: int, reason: FinishReason) -> None:
-        total, beam = candidates.scores[at], candidates.beams[at]
-        score = total / (step.depth + 1) ** self.params.length_penalty
-        tokens, logprobs = [candidates.tokens[at]], [total - step.scores[beam]]
+    def _finish(self, step: SearchStep, candidates: Candidates, ending: list[tuple[int, FinishReason]]) -> None:
+        """Put lines together, all of them a step at a time."""
+        places = [at for at, _ in ending]
+        beams, totals = [candidates.beams[at] for at in places], [candidates.scores[at] for at in places]
+        tokens = [[candidates.tokens[at] for at in places]]
+        logprobs = [[total - step.scores[beam] for total, beam in zip(totals, beams, strict=True)]]
         for added in reversed(self._history):
-            tokens.append(added.tokens[beam])
-            logprobs.append(added.logprobs[beam])
-            beam = added.parents[beam]
-        self.found.append(Beam(tuple(tokens[::-1]), score, total, reason, tuple(logprobs[::-1]), answer=self._answer))
+            tokens.append([added.tokens[beam] for beam in beams])
+            logprobs.append([added.logprobs[beam] for beam in beams])
+            beams = [added.parents[beam] for beam in beams]
+        length, answer, nodes = (step.depth + 1) ** self.params.length_penalty, self._answer, candidates.nodes
+        lines = zip(*reversed(tokens), strict=True), zip(*reversed(logprobs), strict=True)
+        for (at, reason), total, line, own in zip(ending, totals, *lines, strict=True):
+            self.found.append(Beam(line, total / length, total, reason, own, answer=answer, node=nodes[at]))
 
     def _go_on(self, step: SearchStep, candidates: Candidates, going: list[int]) -> None:
         beams, scores, had = candidates.beams, candidates.scores, step.scores

@@ -32,6 +32,9 @@ class Delta:
     )
 
 
+_NO_REUSE = Reuse()
+
+
 @dataclass(slots=True)
 class Completion:
     """One answer, and the state it left, which can be continued. A request that came from another engine or from disk has
@@ -42,7 +45,7 @@ class Completion:
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    reuse: Reuse = field(default_factory=Reuse)
+    reuse: Reuse = _NO_REUSE
     state: State | None = None
     score: float | None = None  # of a line that a search found
     search_prefilled: int = 0  # tokens that the search after a thought had to compute before its first step
@@ -89,8 +92,7 @@ class Result:
         """What a search found. If nothing was sampled before it, the lines are the answers."""
         self.beams = list(beams)
         if is_answer:
-            first = self.completions[0]
-            self.completions[:] = [first] + [Completion(index) for index in range(1, len(beams))]
+            self.completions[1:] = map(Completion, range(1, len(beams)))
             for completion, beam in zip(self.completions, beams, strict=False):
                 completion.token_ids, completion.text = list(beam.token_ids), beam.text
                 completion.finish_reason, completion.score = beam.finish_reason, beam.score

@@ -155,8 +155,12 @@ class Catalogue:
         nodes = self.find(tokens)
         if not nodes:
             return ()
-        level, node = self.levels[len(nodes) - 1], nodes[-1]
-        if len(nodes) < self.depth and level.children[node] < level.children[node + 1]:
+        return self.names_at(len(nodes) - 1, nodes[-1])
+
+    def names_at(self, number: int, node: int) -> tuple[str, ...]:
+        """Of the items that end at a node of a level."""
+        level = self.levels[number]
+        if number + 1 < self.depth and level.children[node] < level.children[node + 1]:
             return ()
         rows = range(int(level.rows[node]), int(level.row_ends[node]))
         return tuple(self._names[int(self._order[row])] for row in rows)
@@ -232,8 +236,9 @@ class Walk:
     def max_token(self) -> int:
         return self.catalogue.max_token
 
-    def names(self, tokens: Sequence[int]) -> tuple[str, ...]:
-        return tuple(name for name in self.catalogue.names(tokens) if name not in self.denied_names)
+    def names(self, num_tokens: int, node: int) -> tuple[str, ...]:
+        found = self.catalogue.names_at(num_tokens - 1, node)
+        return tuple(name for name in found if name not in self.denied_names) if self.denied_names else found
 
 
 class _Names:
