@@ -242,7 +242,7 @@ def agents_here(shape: str, options: argparse.Namespace) -> Figures:
     """The published eight-turn job, in the published pool."""
     workload = agents_workload(options.jps, options.seconds)
     found = {}
-    for policy, tiers in (("fcfs", []), ("adaptive", []), ("adaptive", ["host=64GiB"])):
+    for policy, tiers in (("fcfs", []), ("adaptive", []), ("adaptive", ["host=24GiB"])):
         played = play_locally(
             workload, load(shape), policy, tiers, device="cuda", num_blocks=5403, max_model_len=8192,
             max_step_tokens=4096, exact=options.exact,

@@ -3,7 +3,7 @@
 import pytest
 
 from segue.base.config import EngineConfig
-from segue.base.errors import EngineClosed, InvalidRequest, RequestTooLong, StepFailed
+from segue.base.errors import DeviceLost, EngineClosed, InvalidRequest, RequestTooLong, StepFailed
 from segue.base.types import FinishReason, SamplingParams
 from segue.engine import EngineCore, StepResult
 from segue.engine.sequence import sample_seed
@@ -379,3 +379,18 @@ def test_held_answers_survive_what_would_evict_them():
     engine.release(held.state)
     engine.release(held.state)
     assert engine.stats().kv_usage == 0.0
+
+
+def test_a_lost_device_fails_its_requests_and_is_the_callers_to_hear_of():
+    """Nothing more can be computed: whoever runs the engine must replace it. What is waiting is not lost in silence."""
+    engine = make(running=1)
+    engine.submit([1, 2, 3], greedy(9), request_id="running")
+    engine.submit([4, 5], greedy(9), request_id="waiting")
+    engine.step()
+    engine._executor.fail_next = DeviceLost("the device is gone")
+    with pytest.raises(DeviceLost):
+        engine.step()
+    engine.check()
+    assert engine.is_active("waiting") and not engine.is_active("running")
+    assert isinstance(engine._arrived[-1].error, StepFailed)
+    engine.close()
