@@ -63,6 +63,7 @@ def play_locally(
     """In real time. `options` are those of `Engine`; what its steps took is added to `steps`."""
     with Engine(model, policy=make_contestant(policy, workload), tiers=tiers, **options) as engine:
         check_fits(workload, engine)
+        engine.runner.warm_up()
         warm_up(engine)
         texts = Texts(engine.model.spec.vocab_size)
         timer = StepTimer(engine, steps) if steps is not None else None

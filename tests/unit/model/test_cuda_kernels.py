@@ -1,5 +1,7 @@
 """The kernels of the CUDA path, in Triton's interpreter: against the same in double precision, and a whole engine on them."""
 
+from array import array
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,8 @@ if torch.cuda.is_available():
 
 from segue import BeamParams, Request, SamplingParams
 from segue.base.config import EngineConfig, Environment
-from segue.engine import EngineCore
-from segue.model.cuda import kernels
+from segue.engine import EngineCore, Row, Sampling
+from segue.model.cuda import kernels, steps
 from segue.model.cuda.backend import CudaBackend
 from segue.model.cuda.runner import CudaRunner
 from segue.model.cuda.vocabulary import best_tokens
@@ -24,6 +26,7 @@ from segue.model.loading import open_model
 from segue.model.runner import ModelRunner
 from segue.model.torch_backend import TorchBackend
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # rows that are nobody's may hold anything
 SHAPES = [  # heads, kv heads, head_dim, block size, window, dtype
     (4, 2, 64, 16, None, torch.float16),
     (8, 2, 128, 16, 100, torch.float32),
@@ -280,16 +283,51 @@ def test_work_covers_every_token_once(contexts, groups, most):
         assert len(pieces) <= 2 * MOST_PIECES and all(end - begin <= max(WHOLE, context) for _, begin, end in pieces)
 
 
+class Again:
+    """Stands in for a recorded step: done again with what is in its buffers then, and what comes of it is where it was before."""
+
+    def __init__(self, run):
+        self._run, self.step = run, run()
+        self.num_replays = 0
+
+    def replay(self):
+        self.num_replays += 1
+        for held, new in zip(self.step, self._run(), strict=True):
+            for one, other in zip(held, new, strict=True) if isinstance(held, tuple) else [(held, new)]:
+                if one is not None:
+                    one.copy_(other)
+
+    def pool(self):
+        return None
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Steps are recorded as on a device; all that was."""
+    made = []
+
+    def capture(run, pool):
+        made.append(Again(run))
+        return steps.Recorded(made[-1], made[-1].step)
+
+    monkeypatch.setattr(steps, "capture", capture)
+    monkeypatch.setattr(
+        steps.CudaSteps, "records", property(lambda self: True, lambda self, value: None), raising=False
+    )
+    return made
+
+
 def open_engine(backend_class, runner_class, max_step_tokens=64, **options):
     loaded = open_model("tiny", Environment.read().cache_dir)
     backend = backend_class(loaded.spec, torch.float32, torch.device("cpu"), 512, **options)
-    config = EngineConfig(96, 16, max_step_tokens, 16, 512)
+    config = EngineConfig(96, 16, max_step_tokens, min(16, max_step_tokens), 512)
     runner = runner_class(Decoder(loaded.spec, loaded.weights, backend), backend, config)
     return EngineCore(runner, config, vocab_size=loaded.spec.vocab_size)
 
 
-def test_an_engine_on_them_answers_as_on_torch():
-    """Prompts in chunks, decoding beside them, a prompt that two share, and a search: the same tokens."""
+def test_an_engine_on_them_answers_as_on_torch(recording):
+    """Prompts in chunks, decoding beside them, a prompt that two share, and a search: the same tokens. The first step of some
+    kinds is launched, the others are replayed."""
 
     def answers(backend_class, runner_class):
         with open_engine(backend_class, runner_class) as engine:
@@ -304,9 +342,10 @@ def test_an_engine_on_them_answers_as_on_torch():
             return found, [(line.token_ids, pytest.approx(line.score, abs=1e-3)) for line in search.beams]
 
     assert answers(CudaBackend, CudaRunner) == answers(TorchBackend, ModelRunner)
+    assert sum(each.num_replays for each in recording) > len(recording) > 3
 
 
-def test_searches_are_carried_to_their_ends():
+def test_searches_are_carried_to_their_ends(recording):
     """Of several kinds and sizes at once, in a single step: the same lines as pass by pass."""
     randomly = np.random.default_rng(0)
     items = {f"item {at}": tuple(map(int, randomly.integers(3, 60, 3))) for at in range(400)}
@@ -316,8 +355,6 @@ def test_searches_are_carried_to_their_ends():
     kinds = [
         BeamParams(width=4, max_tokens=3, ignore_eos=True),
         BeamParams(width=4, max_tokens=3, ignore_eos=True, length_penalty=0.0),
-        BeamParams(width=6, max_tokens=4, ignore_eos=True),
-        BeamParams(width=5, catalogue=catalogue),
         BeamParams(width=5, catalogue=catalogue, deny=denied),
         BeamParams(width=5, catalogue=catalogue, scoring="legal"),
         BeamParams(width=8, catalogue=few),  # more beams than there are lines
@@ -343,19 +380,47 @@ def test_searches_are_carried_to_their_ends():
             found, num_steps = lines(engine, params)
             same(found, lines(torch_engine, params)[0])
             assert num_steps == expected
+    assert sum(each.num_replays for each in recording) > 5
 
 
-def test_an_exact_engine_gives_the_same_bits_whatever_comes_together():
-    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=2)
-    prompts = [[5, 6, 7], [9 + at % 50 for at in range(40)], [9 + at % 50 for at in range(41)]]
+def test_an_exact_engine_gives_the_same_bits_whatever_comes_together(recording):
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=2)
+    prompts = [[5, 6, 7], [9 + at % 50 for at in range(18)], [9 + at % 50 for at in range(19)]]
 
     def told(results):
         return [(each.token_ids, each.completions[0].logprobs) for each in results]
 
     with open_engine(CudaBackend, CudaRunner, exact=True) as engine:
         wanted = [told(engine.generate([prompt], params))[0] for prompt in prompts]
-    with open_engine(CudaBackend, CudaRunner, max_step_tokens=17, exact=True) as engine:
+    with open_engine(CudaBackend, CudaRunner, max_step_tokens=11, exact=True) as engine:
         assert told(engine.generate(prompts, params)) == wanted
         assert told(engine.generate(prompts[::-1], params)) == wanted[::-1]
     with open_engine(TorchBackend, ModelRunner) as engine:
         assert [tokens for tokens, _ in told(engine.generate(prompts, params))] == [tokens for tokens, _ in wanted]
+
+
+def test_the_usual_steps_are_recorded_beforehand(monkeypatch):
+    """Prompts, sequences that decode, and both together, of any size: none of them has to be recorded while somebody waits."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    loaded = open_model("tiny", Environment.read().cache_dir)
+    backend = CudaBackend(loaded.spec, torch.float32, torch.device("cpu"), 512)
+    made = steps.CudaSteps(
+        Decoder(loaded.spec, loaded.weights, backend), backend, torch.empty(4, 2, 9, 2, 16, 32), 64, 32, 300
+    )
+    usual = set()
+    monkeypatch.setattr(made, "_record", usual.add)
+    made.warm_up()
+    sampling = Sampling(SamplingParams(temperature=0), 0, 1, frozenset())
+    tokens = array("i", bytes(4 * 512))
+
+    def blocks(at):
+        return array("i", [at + 1, *[0] * 31])  # nobody shares his first one
+
+    randomly = np.random.default_rng(0)
+    for number in range(200):
+        starts = randomly.integers(1, [500, 200][number % 2], randomly.integers(0, 60)).tolist()
+        rows = [Row(at, tokens, start, start + 1, blocks(at), sampling) for at, start in enumerate(starts)]
+        if number % 3 or not rows:
+            count = int(randomly.integers(17, 230))
+            rows.append(Row(99, tokens, 0, count, blocks(99), sampling))
+        assert made._kind_of(made._inputs(rows)) in usual

@@ -38,12 +38,12 @@ class Tiles(NamedTuple):
 class Attention(NamedTuple):
     """All that attention must know of a step, the same for every layer. The last two are room for what pieces give.
 
-    `tails`: slots that beams have for themselves, and how many each row has. `is_whole`: no row has more than one piece, and
-    none a tail."""
+    `tails`: slots that beams have for themselves, and how many each row has. `merged_rows`: the first so many have pieces; 0 if
+    no row has more than one, nor a tail."""
 
     lists: Sequence[Pieces]
     tails: tuple[Tensor, Tensor] | None
-    is_whole: bool
+    merged_rows: int
     results: Tensor
     starts: Tensor
     contexts: Tensor
@@ -135,15 +135,16 @@ class CudaBackend(TorchBackend):
                 step.contexts,
                 step.sums,
                 step.logs,
-                out if step.is_whole else None,
+                None if step.merged_rows else out,
                 scale=scale,
                 window=window,
                 rows=each.rows,
                 programs=self._programs,
             )
-        if step.lists and not step.is_whole:
+        if step.lists and step.merged_rows:
+            some = out[: step.merged_rows]
             kernels.merge_pieces(
-                q, k_cache, v_cache, step.sums, step.logs, step.results, step.starts, step.tails, out, scale=scale
+                q, k_cache, v_cache, step.sums, step.logs, step.results, step.starts, step.tails, some, scale=scale
             )
         if step.tiles is not None:
             kernels.attend_tiles(

@@ -68,9 +68,9 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Record the steps that decode, so that no request waits for it."""
+        """Record the usual steps, so that no request waits for it."""
         if self.kv.device.type == "cuda":
-            self._steps.record_decoding()
+            self._steps.warm_up()
 
     def can_finish(self, step: SearchStep, num_passes: int) -> bool:
         return search.can_finish(step, num_passes, self._decoder.spec.vocab_size)

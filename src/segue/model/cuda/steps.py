@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -11,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segue.base.types import SamplingParams
-from segue.engine import Row, Sampling
+from segue.engine import Row
 from segue.kv import Copy
 from segue.model.batch import Batch
 from segue.model.cuda import kernels
@@ -27,6 +25,16 @@ _SMALL = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, FEW_ROWS)
 _LARGE = (320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, MOST_ROWS)
 SIZES = (*_SMALL, *_LARGE)  # rows of a recorded step
 T = TypeVar("T")
+_MORE_TILES = (
+    4,
+    12,
+    28,
+    60,
+    124,
+    252,
+    MOST_ROWS,
+)  # than one prompt has: of several prompts, or of rows that are tiles each
+_GROUPS = (8, 32)
 _TAIL = 64  # tokens that a beam of a recorded step has for itself, at most
 _BUFFERS = 8  # of the host, that steps which have not begun yet read from
 
@@ -85,16 +93,17 @@ class _Fields(NamedTuple, Generic[T]):
 
 
 class _Kind(NamedTuple):
-    """What a recorded step is made for."""
+    """What a recorded step is made for: room for so much of everything. There are to be few, since each takes time to record."""
 
     rows: int
     samples: int
-    has_own: bool
-    group_rows: int  # of a piece that a group shares, at most; 0 if there is none
-    num_tiles: int
-    has_tails: bool
-    is_whole: bool
-    has_head: bool
+    has_own: bool = True
+    group_rows: int = 0  # of a piece that a group shares, at most; 0 if there is none
+    num_tiles: int = 0
+    has_tails: bool = False
+    is_whole: bool = False
+    merged_rows: int = 0  # of the first rows, that have pieces
+    has_head: bool = True
     num_candidates: int = 0  # of each row, that a search looks at
 
 
@@ -106,7 +115,9 @@ class _Buffer(NamedTuple):
     copied: torch.cuda.Event | None = None
 
 
-class _Recorded(NamedTuple):
+class Recorded(NamedTuple):
+    """`step` is where what comes of each replay is."""
+
     graph: torch.cuda.CUDAGraph
     step: Step
 
@@ -165,7 +176,8 @@ class CudaSteps:
         self._turn = 0  # of two that tokens arrive in: one is read while the other is written
         self._arrived = [torch.zeros(rows, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
         self._done = [torch.cuda.Event() for _ in range(2)] if pin else []  # type: ignore[no-untyped-call]
-        self._recorded: dict[_Kind, _Recorded] = {}
+        self.records = pin
+        self._recorded: dict[_Kind, Recorded] = {}
         self._seen: set[_Kind] = set()
         self._pool: Any = None
 
@@ -228,16 +240,16 @@ class CudaSteps:
         sequences = [row.sequence_id for row in rows if row.sampling is not None]
         return Launched(step.tokens, sequences, arrived, done)
 
-    def record_decoding(self) -> None:
-        """Steps of one token a sequence, of every size there can be. What they write goes to the null block."""
-        token, null, sampling = (
-            array("i", [0]),
-            array("i", [0]),
-            Sampling(SamplingParams(temperature=0.0), 0, 1, frozenset()),
-        )
-        for size in _SMALL:
-            if size <= min(self._max_rows, self._max_sequences):
-                self.run([Row(at, token, 0, 1, null, sampling) for at in range(size)], needs_head=True)
+    def warm_up(self) -> None:
+        """Record what is usual: tokens of many sequences, a prompt, and both."""
+        for rows in SIZES:
+            if rows <= min(FEW_ROWS, self._max_rows, self._max_sequences):
+                self._record(_Kind(rows, rows, is_whole=True))
+                self._record(_Kind(rows, rows, merged_rows=rows))
+            if 16 < rows <= self._max_rows:
+                tiles, samples = self._tile_room(rows), min(rows, FEW_ROWS)
+                self._record(_Kind(rows, 1, has_own=False, num_tiles=tiles, is_whole=True))
+                self._record(_Kind(rows, samples, num_tiles=tiles, merged_rows=min(rows, FEW_ROWS)))
         torch.cuda.synchronize(self._backend.device)
 
     def _inputs(self, rows: Sequence[Row]) -> Inputs:
@@ -253,10 +265,7 @@ class CudaSteps:
         sources: IntArray | None = None,
     ) -> Step:
         """`sources`: which of the tokens that it is fed is each row's, if they are not in its order."""
-        recorded = self._recorded.get(kind)
-        if recorded is None:
-            self._fill(inputs, (), kind.rows)
-            recorded = self._record(kind)
+        recorded = self._recorded.get(kind) or self._record(kind)
         self._fill(inputs, copies, kind.rows, sources)
         if fed is not None:
             self._feed(fed, len(inputs.tokens), has_sources=sources is not None)
@@ -269,7 +278,7 @@ class CudaSteps:
         """None if it is not to be recorded: because it is too large, or, of the large ones, the first of its kind."""
         num_rows = len(inputs.tokens)
         if not (
-            self._backend.device.type == "cuda"
+            self.records
             and num_rows <= self._max_rows
             and len(inputs.tables) <= self._max_sequences
             and inputs.tails.shape[1] <= _TAIL
@@ -279,21 +288,39 @@ class CudaSteps:
             and len(inputs.results) <= len(self._sums)
         ):
             return None
-        kind = _Kind(
-            _size(num_rows),
-            _size(max(len(inputs.samples), 1)),
-            len(inputs.own) > 0,
-            _group_rows(inputs),
-            _size(len(inputs.tiles)) if len(inputs.tiles) else 0,
-            inputs.tails.size > 0,
-            _is_whole(inputs),
-            needs_head,
-            num_candidates,
-        )
-        if kind.rows > FEW_ROWS and kind not in self._recorded and kind not in self._seen:
+        kind = self._kind_of(inputs)._replace(has_head=needs_head, num_candidates=num_candidates)
+        is_simple = kind.rows <= FEW_ROWS and not kind.num_tiles
+        if not is_simple and kind not in self._recorded and kind not in self._seen:
             self._seen.add(kind)
             return None
         return kind
+
+    def _kind_of(self, inputs: Inputs) -> _Kind:
+        rows, num_samples, num_tiles = _size(len(inputs.tokens)), len(inputs.samples), len(inputs.tiles)
+        has_own, group_rows, has_tails = len(inputs.own) > 0, _group_rows(inputs), inputs.tails.size > 0
+        has_pieces = has_own or group_rows > 0
+        is_mixed = has_pieces and num_tiles > 0
+        has_more = has_tails or group_rows > 0 or int(np.diff(inputs.starts).max()) > 1
+        is_whole = not has_pieces or not (is_mixed or has_more)
+        merged_rows = 0
+        if not is_whole:
+            last = int(np.flatnonzero(np.diff(inputs.starts))[-1])
+            merged_rows = min(rows, FEW_ROWS) if last < FEW_ROWS else rows
+        return _Kind(
+            rows,
+            1 if num_samples <= 1 and not is_mixed else rows if num_samples > FEW_ROWS else min(rows, FEW_ROWS),
+            has_own,
+            group_rows,
+            self._tile_room(rows, num_tiles) if num_tiles else 0,
+            has_tails,
+            is_whole,
+            merged_rows,
+        )
+
+    def _tile_room(self, rows: int, num_tiles: int = 1) -> int:
+        """At least so many; a program without a tile costs little, but not nothing."""
+        least = -(-rows // self._backend.tile_rows)
+        return next(least + more for more in _MORE_TILES if least + more >= num_tiles)
 
     def _feed(self, fed: Fed, count: int, *, has_sources: bool) -> None:
         tokens, sources, tails = self._read.tokens, self._read.sources, self._read.tails
@@ -345,9 +372,11 @@ class CudaSteps:
             there.tails.reshape(-1, _TAIL)[: len(inputs.tails), : inputs.tails.shape[1]] = inputs.tails
             upto = self._starts[1] + len(inputs.tails) * _TAIL
         self._device[:upto].copy_(buffer.memory[:upto], non_blocking=True)
-        copied = buffer.copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record()
-        self._written.append(buffer._replace(copied=copied))
+        if self._device.is_cuda:
+            copied = buffer.copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+            buffer = buffer._replace(copied=copied)
+        self._written.append(buffer)
         if copies:
             kernels.copy_blocks(self._kv, self._read.copies[: 2 * len(copies)].view(-1, 2))
 
@@ -358,7 +387,7 @@ class CudaSteps:
         attention = Attention(
             self._lists(kind.has_own, kind.group_rows, there, tables),
             (there.tails.view(-1, _TAIL), there.tail_counts) if kind.has_tails else None,
-            kind.is_whole,
+            kind.merged_rows,
             there.results,
             there.starts,
             there.contexts,
@@ -388,7 +417,9 @@ class CudaSteps:
             lists.append(Pieces(there.shared.view(-1, FIELDS), there.counts[1:2], tables, group_rows))
         return lists
 
-    def _record(self, kind: _Kind) -> _Recorded:
+    def _record(self, kind: _Kind) -> Recorded:
+        """With nothing to do: what it writes goes to the null block."""
+        self._device.zero_()
         batch = self._static(kind)
 
         def run() -> Step:
@@ -402,7 +433,7 @@ class CudaSteps:
             kernels.largest(logits, self._values, self._places, tokens)
             return Step(hidden, logits, tokens)
 
-        recorded = self._recorded[kind] = _capture(run, self._pool)
+        recorded = self._recorded[kind] = capture(run, self._pool)
         self._pool = self._pool or recorded.graph.pool()
         return recorded
 
@@ -429,7 +460,7 @@ class CudaSteps:
         attention = Attention(
             self._lists(len(inputs.own) > 0, _group_rows(inputs), there, there.tables),
             (there.tails, there.tail_counts) if inputs.tails.size else None,
-            _is_whole(inputs),
+            len(inputs.tokens),
             there.results,
             there.starts,
             there.contexts,
@@ -455,24 +486,22 @@ _NONE = np.zeros(0, np.int32)
 
 
 def _group_rows(inputs: Inputs) -> int:
-    """As a power of two."""
-    return 1 << (int(inputs.shared[:, 1].max()) - 1).bit_length() if len(inputs.shared) else 0
-
-
-def _is_whole(inputs: Inputs) -> bool:
-    """Whether no row's context is in several pieces."""
-    return not inputs.tails.size and not len(inputs.shared) and int(np.diff(inputs.starts).max()) <= 1
+    """Of a piece, at most: one of a few numbers."""
+    if not len(inputs.shared):
+        return 0
+    most = int(inputs.shared[:, 1].max())
+    return next((size for size in _GROUPS if size >= most), 1 << (most - 1).bit_length())
 
 
 def _size(num_rows: int) -> int:
     return next(size for size in SIZES if size >= num_rows)
 
 
-def _capture(run: Callable[[], Step], pool: Any) -> _Recorded:
+def capture(run: Callable[[], Step], pool: Any) -> Recorded:
     """Once as it is, so that nothing is compiled or set up while it is recorded."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         step = run()
-    return _Recorded(graph, step)
+    return Recorded(graph, step)
