@@ -138,7 +138,8 @@ class CudaSteps:
         self._kv = kv
         self._block_size = kv.shape[4]
         self._max_blocks = max_blocks
-        rows, few = min(MOST_ROWS, max_tokens), min(FEW_ROWS, max_tokens)
+        rows = _size(min(MOST_ROWS, max_tokens))
+        few = min(FEW_ROWS, rows)
         sequences, pieces = min(max_sequences, rows), few * MOST_PIECES
         sizes = _Fields(
             tokens=rows,
