@@ -399,11 +399,12 @@ def test_an_exact_engine_gives_the_same_bits_whatever_comes_together(recording):
         assert [tokens for tokens, _ in told(engine.generate(prompts, params))] == [tokens for tokens, _ in wanted]
 
 
-def test_the_usual_steps_are_recorded_beforehand(monkeypatch):
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_usual_steps_are_recorded_beforehand(exact, monkeypatch):
     """Prompts, sequences that decode, and both together, of any size: none of them has to be recorded while somebody waits."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     loaded = open_model("tiny", Environment.read().cache_dir)
-    backend = CudaBackend(loaded.spec, torch.float32, torch.device("cpu"), 512)
+    backend = CudaBackend(loaded.spec, torch.float32, torch.device("cpu"), 512, exact=exact)
     made = steps.CudaSteps(
         Decoder(loaded.spec, loaded.weights, backend), backend, torch.empty(4, 2, 9, 2, 16, 32), 64, 32, 300
     )
@@ -420,7 +421,9 @@ def test_the_usual_steps_are_recorded_beforehand(monkeypatch):
     for number in range(200):
         starts = randomly.integers(1, [500, 200][number % 2], randomly.integers(0, 60)).tolist()
         rows = [Row(at, tokens, start, start + 1, blocks(at), sampling) for at, start in enumerate(starts)]
-        if number % 3 or not rows:
+        if not rows or (number % 3 and not exact):
             count = int(randomly.integers(17, 230))
             rows.append(Row(99, tokens, 0, count, blocks(99), sampling))
         assert made._kind_of(made._inputs(rows)) in usual
+        made.records = True
+        assert made._kind(made._inputs(rows), (), needs_head=True, at_once=True) is not None

@@ -221,7 +221,7 @@ class CudaSteps:
         if len(rows) > FEW_ROWS:
             return None
         inputs = self._inputs(rows)
-        kind = self._kind(inputs, copies, needs_head=True)
+        kind = self._kind(inputs, copies, needs_head=True, at_once=after is not None)
         if kind is None:
             assert after is None, "a token of each of a few sequences always fits"
             return None
@@ -244,7 +244,10 @@ class CudaSteps:
     def warm_up(self) -> None:
         """Record what is usual: tokens of many sequences, a prompt, and both."""
         for rows in SIZES:
-            if rows <= min(FEW_ROWS, self._max_rows, self._max_sequences):
+            if rows <= min(FEW_ROWS, self._max_rows, self._max_sequences) and self._backend.exact:
+                for room in {self._tile_room(rows), self._tile_room(rows, rows)}:
+                    self._record(_Kind(rows, rows, has_own=False, num_tiles=room, is_whole=True))
+            elif rows <= min(FEW_ROWS, self._max_rows, self._max_sequences):
                 self._record(_Kind(rows, rows, is_whole=True))
                 self._record(_Kind(rows, rows, merged_rows=rows))
             if 16 < rows <= self._max_rows:
@@ -274,9 +277,16 @@ class CudaSteps:
         return recorded.step.cut(len(inputs.samples))
 
     def _kind(
-        self, inputs: Inputs, copies: Sequence[Copy], *, needs_head: bool, num_candidates: int = 0
+        self,
+        inputs: Inputs,
+        copies: Sequence[Copy],
+        *,
+        needs_head: bool,
+        num_candidates: int = 0,
+        at_once: bool = False,
     ) -> _Kind | None:
-        """None if it is not to be recorded: because it is too large, or, of the large ones, the first of its kind."""
+        """None if it is not to be recorded: because it is too large, or, but for the simple ones, the first of its kind.
+        `at_once`: also then."""
         num_rows = len(inputs.tokens)
         if not (
             self.records
@@ -291,7 +301,7 @@ class CudaSteps:
             return None
         kind = self._kind_of(inputs)._replace(has_head=needs_head, num_candidates=num_candidates)
         is_simple = kind.rows <= FEW_ROWS and not kind.num_tiles
-        if not is_simple and kind not in self._recorded and kind not in self._seen:
+        if not (is_simple or at_once) and kind not in self._recorded and kind not in self._seen:
             self._seen.add(kind)
             return None
         return kind
@@ -321,7 +331,8 @@ class CudaSteps:
     def _tile_room(self, rows: int, num_tiles: int = 1) -> int:
         """At least so many; a program without a tile costs little, but not nothing."""
         least = -(-rows // self._backend.tile_rows)
-        return next(least + more for more in _MORE_TILES if least + more >= num_tiles)
+        more = _MORE_TILES if rows > FEW_ROWS else (_MORE_TILES[0], rows)
+        return next(least + each for each in more if least + each >= num_tiles)
 
     def _feed(self, fed: Fed, count: int, *, has_sources: bool) -> None:
         tokens, sources, tails = self._read.tokens, self._read.sources, self._read.tails
