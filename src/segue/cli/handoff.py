@@ -236,9 +236,9 @@ def _as_words(arguments: argparse.Namespace) -> list[str]:
         option = name.replace("_", "-")
         if isinstance(value, list):  # tiers
             words += [word for each in value for word in (f"--{option.removesuffix('s')}", each)]
-        elif value is False:
-            words.append(f"--no-{option}")
-        elif value not in (None, True):
+        elif isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
             words += [f"--{option}", str(value)]
     return words
 

@@ -29,7 +29,8 @@ def add_engine_options(command: argparse.ArgumentParser, *, model: bool = True) 
     group.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"], help="fp8: half the KV memory, on CUDA")
     group.add_argument(
         "--exact",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="on CUDA: an answer does not depend on what else is computed with it; slower",
     )
     group.add_argument("--kv-memory", metavar="SIZE", help="memory for KV, such as 2GiB (default: automatic)")
@@ -42,7 +43,7 @@ def add_engine_options(command: argparse.ArgumentParser, *, model: bool = True) 
         help="where KV goes when the device is full: host=4GiB, or disk=/path,20GiB, which outlives the process; may be repeated",
     )  # fmt: skip
     group.add_argument(
-        "--no-prefix-caching", dest="prefix_caching", action="store_false", help="never reuse computed KV"
+        "--prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse computed KV (default)"
     )
 
 
