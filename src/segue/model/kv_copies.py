@@ -73,7 +73,9 @@ class KVCopies:
 
     def host_memory(self, num_bytes: int) -> memoryview:
         if self._kv.device.type != "cuda":
-            return memoryview(mmap.mmap(-1, num_bytes))
+            return memoryview(
+                mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY)
+            )  # of this process alone: its pages come faster
         pinned: Any = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
         return memoryview(pinned)
 

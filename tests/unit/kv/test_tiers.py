@@ -1,10 +1,13 @@
 """Tiers by themselves: what leaves a full one, slots of host memory, and files that outlive whoever wrote them."""
 
 import contextlib
+import ctypes
+import mmap
 import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from hashlib import blake2b
@@ -14,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segue.base.errors import TierError
-from segue.kv.tiers import Courier, DiskTier, HostTier
+from segue.kv.tiers import Courier, DiskTier, HostTier, ahead
 from segue.kv.tiers.replacement import Replacement
 
 BLOCK = 4096
@@ -111,6 +114,30 @@ def test_what_is_dropped_while_it_is_read_goes_with_its_reader():
     assert held == content_of(1)
     host.unpin(name_of(1))
     assert len(host) == 0 and host.begin(name_of(1)) is not None
+
+
+def resident_bytes(memory):
+    pages = (ctypes.c_ubyte * (len(memory) // mmap.PAGESIZE))()
+    at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(at), ctypes.c_size_t(len(memory)), pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are asked for on Linux alone")
+def test_the_pages_of_the_slots_to_come_are_had_beforehand_and_no_more(monkeypatch):
+    monkeypatch.setattr(ahead, "_AHEAD_BYTES", 1 << 20)
+    memory = mmap.mmap(-1, 64 << 20, access=mmap.ACCESS_COPY)
+    host = HostTier(memoryview(memory), 1 << 16)
+    host._ahead.wait()
+    if resident_bytes(memory) == 0:
+        pytest.skip("this system does not know MADV_POPULATE_WRITE")
+    assert resident_bytes(memory) == 1 << 20
+    for number in range(64):
+        host.view(host.begin(name_of(number)))[:] = bytes([number]) * (1 << 16)
+        host.filled(name_of(number))
+        host._ahead.wait()
+        assert 1 << 19 <= resident_bytes(memory) - (number + 1) * (1 << 16) <= 1 << 20
+    assert all(host.view(host.use(name_of(number))) == bytes([number]) * (1 << 16) for number in range(64))
 
 
 # ---- disk

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from segue.kv.tiers.ahead import Ahead
 from segue.kv.tiers.names import TENANT_BYTES
 from segue.kv.tiers.replacement import Replacement
 
@@ -18,6 +19,7 @@ class HostTier:
         self.num_slots = len(memory) // block_bytes
         if self.num_slots < 1:
             raise ValueError(f"{len(memory)} bytes hold no block of {block_bytes}")
+        self._ahead = Ahead(memory)
         self._order = Replacement(self.num_slots)
         self._slot_of: dict[bytes, int] = {}
         self._free = list(range(self.num_slots - 1, -1, -1))
@@ -50,11 +52,12 @@ class HostTier:
             if gone is None:
                 return None
             self._free.append(self._slot_of.pop(gone))
-        self._slot_of[name] = self._free.pop()
+        slot = self._slot_of[name] = self._free.pop()
+        self._ahead.reach((slot + 1) * self.block_bytes)
         self._order.add(name, 1)
         self._filling.add(name)
         self._pins[name] += 1
-        return self._slot_of[name]
+        return slot
 
     def filled(self, name: bytes) -> None:
         self._filling.discard(name)
