@@ -44,6 +44,7 @@ _LOAD_SHARE, _SAVE_SHARE = (
 )  # of a step's time that copies may take before the next one: somebody waits for a load
 _IDLE_SECONDS = 0.02  # of copies at a time when nothing runs: requests may come
 _AT_ONCE = 64  # blocks in one copy, at most: how long it takes is only known before it begins
+_PARTS = 4  # of what can be copied out: memory that is new to the system takes many times as long
 _AHEAD = 32  # blocks that are on their way from a slow tier at once
 _TRY_EVERY = 16  # decisions to compute after which loading is tried all the same
 _MOST_SECONDS = 10.0  # without a block from a slow tier, then the rest is computed
@@ -349,7 +350,7 @@ class TierDesk:
                 if self._clock.now() > load_until:
                     return True
         while self._to_save and self._clock.now() < save_until:
-            many = min(self._num_until(save_until, self._out), len(self._to_save))
+            many = min(-(-self._num_until(save_until, self._out) // _PARTS), len(self._to_save))
             wanted = [self._to_save.popleft() for _ in range(many)]
             held = [(block, name) for block, name in wanted if self._kv.holds(block, name)]
             count = self._copy_out(held)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import sys
 import threading
-import time
+
+from segue.kv.tiers.courier import give_way
 
 _AHEAD_BYTES = 256 << 20
-_PART_BYTES = 256 << 10  # at once: others that ask the system for memory wait that long
-_PAUSE_SECONDS = 0.0005
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; the module does not name it
+_PART_BYTES = 256 << 10  # at once: whoever asks the system for memory waits that long
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 
 class Ahead:
@@ -21,8 +23,8 @@ class Ahead:
     """
 
     def __init__(self, memory: memoryview) -> None:
-        owner = getattr(memory, "obj", None)
-        self._memory = owner if isinstance(owner, mmap.mmap) and hasattr(owner, "madvise") else None
+        is_mapped = sys.platform == "linux" and isinstance(getattr(memory, "obj", None), mmap.mmap)
+        self._memory = memory if is_mapped else None
         self._had = 0
         self._thread: threading.Thread | None = None
         self.reach(0)
@@ -34,9 +36,7 @@ class Ahead:
         if self._thread is None or not self._thread.is_alive():
             self._had = max(self._had, used // mmap.PAGESIZE * mmap.PAGESIZE)
             target = min(used + _AHEAD_BYTES, len(self._memory))
-            self._thread = threading.Thread(
-                target=self._have, args=(self._memory, target), name="segue-pages", daemon=True
-            )
+            self._thread = threading.Thread(target=self._have, args=(self._memory, target), name="segue-pages", daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
@@ -44,13 +44,13 @@ class Ahead:
         if self._thread is not None:
             self._thread.join()
 
-    def _have(self, memory: mmap.mmap, target: int) -> None:
+    def _have(self, memory: memoryview, target: int) -> None:
+        give_way()
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        madvise = ctypes.CDLL(None).madvise  # not the mmap's own: that keeps this interpreter's other threads waiting
         while self._had < target:
             size = min(_PART_BYTES, target - self._had)
-            try:
-                memory.madvise(_MADV_POPULATE_WRITE, self._had, size)
-            except (OSError, ValueError):
+            if madvise(ctypes.c_void_p(begin + self._had), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) != 0:
                 self._memory = None  # an older system, or not enough memory: it comes as it is used
                 return
             self._had += size
-            time.sleep(_PAUSE_SECONDS)

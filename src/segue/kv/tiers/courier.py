@@ -115,7 +115,7 @@ class Breaker:
         return True
 
 
-def _give_way() -> None:
+def give_way() -> None:
     """This thread runs when a core has nothing else to do: else a step waits for the part of it that has no core."""
     with contextlib.suppress(AttributeError, OSError):  # where there is no such thing
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -287,7 +287,7 @@ class Courier:
 
     def _run(self, number: int) -> None:
         if number == 0:
-            _give_way()
+            give_way()
         while (work := self._next(number)) is not None:
             began = time.monotonic()
             if isinstance(work, list):
