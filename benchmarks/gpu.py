@@ -242,14 +242,16 @@ def agents_here(shape: str, options: argparse.Namespace) -> Figures:
     """The published eight-turn job, in the published pool."""
     workload = agents_workload(options.jps, options.seconds)
     found = {}
-    for policy, tiers in (("fcfs", []), ("adaptive", []), ("adaptive", ["host=24GiB"])):
+    for policy in options.policies.split(","):
+        policy, _, host = policy.partition("+")
+        tiers = [f"host={host}"] if host else []
         played = play_locally(
             workload, load(shape), policy, tiers, device="cuda", num_blocks=5403, max_model_len=8192,
             max_step_tokens=4096, exact=options.exact,
         )  # fmt: skip
         name = f"agents, {options.jps:g} jobs/s, {policy}{' + host' if tiers else ''}, s a job"
-        found[name] = statistics.mean(played.durations.values())
-        print(f"  {name}: {found[name]:.2f}, {played.num_computed:,} tokens computed, {played.num_recomputed:,} again")
+        found |= heard("ours", {name: statistics.mean(played.durations.values())})
+        print(f"    {played.num_computed:,} tokens computed, {played.num_recomputed:,} of them again", flush=True)
     return found
 
 
@@ -327,17 +329,26 @@ def vllm_figures(shape: str, options: argparse.Namespace) -> Figures:
         # Steps in the caller's process, as ours are; for agents as it is served, with a process for the engine.
         own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if parts == ["agents"] else "0"}
         quiet = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-        done = subprocess.run(command, env=os.environ | quiet | own, stdout=subprocess.PIPE, text=True, check=False)
-        for line in done.stdout.splitlines():
-            if line.startswith("figure "):
-                found.update(json.loads(line.removeprefix("figure ")))
-        if done.returncode:
-            print(f"vLLM ended with status {done.returncode}: {done.stdout[-2000:]}")
+        peer = subprocess.Popen(command, env=os.environ | quiet | own, stdout=subprocess.PIPE, text=True)
+        with peer:
+            assert peer.stdout is not None
+            for line in peer.stdout:
+                if line.startswith("figure "):
+                    found |= heard("vLLM", json.loads(line.removeprefix("figure ")))
+        if peer.returncode:
+            print(f"vLLM ended with status {peer.returncode}")
     return found
 
 
 def tell(found: Figures) -> None:
     print("figure", json.dumps(found), flush=True)
+
+
+def heard(who: str, found: Figures) -> Figures:
+    """Said at once: a run that is cut short has told what it found."""
+    for name, value in found.items():
+        print(f"    {who}: {name}: {value:.3f}", flush=True)
+    return found
 
 
 def as_vllm(shape: str, options: argparse.Namespace) -> None:
@@ -466,6 +477,9 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="batch-invariant")
     parser.add_argument("--jps", type=float, default=8.0, help="agents: jobs a second")
     parser.add_argument("--seconds", type=float, default=30.0, help="agents: for how long they come")
+    parser.add_argument(
+        "--policies", default="fcfs,adaptive,adaptive+24GiB", help="agents: with a host tier of that size"
+    )
     parser.add_argument("--no-vllm", action="store_true")
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -480,7 +494,7 @@ def main() -> None:
                 print(f"{shape}: {engine.backend_note}; ready after {time.perf_counter() - began:.1f} s")
                 for part in parts:
                     if part != "agents":
-                        ours |= PARTS[part](engine, Prompts())
+                        ours |= heard("ours", PARTS[part](engine, Prompts()))
         if "agents" in parts:
             ours |= agents_here(shape, options)
         table(ours, theirs, floors(ModelSpec.from_hf_config(SHAPES[shape])))

@@ -36,7 +36,9 @@ class Ahead:
         if self._thread is None or not self._thread.is_alive():
             self._had = max(self._had, used // mmap.PAGESIZE * mmap.PAGESIZE)
             target = min(used + _AHEAD_BYTES, len(self._memory))
-            self._thread = threading.Thread(target=self._have, args=(self._memory, target), name="segue-pages", daemon=True)
+            self._thread = threading.Thread(
+                target=self._have, args=(self._memory, target), name="segue-pages", daemon=True
+            )
             self._thread.start()
 
     def wait(self) -> None:
