@@ -5,16 +5,32 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, merge
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from segue.base.types import Scope
 from segue.kv.events import Ended, KVEvent, Leased, Renewed, Revoked
-from segue.kv.pool import BlockPool
+
+
+class HolderCounts(Protocol):
+    def __getitem__(self, block: int, /) -> int: ...
+
+
+class Pool(Protocol):
+    """Blocks with holders, ours or another engine's."""
+
+    @property
+    def num_free(self) -> int: ...
+    @property
+    def num_releases(self) -> int: ...
+    @property
+    def ref_count(self) -> HolderCounts: ...
+    def retain(self, blocks: Sequence[int], /) -> None: ...
+    def release(self, blocks: Sequence[int], /) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +89,7 @@ class Leases:
     than its quota loses from its own.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, emit: Callable[[KVEvent], None]) -> None:
+    def __init__(self, pool: Pool, block_size: int, emit: Callable[[KVEvent], None]) -> None:
         self.default_quota: int | None = None
         self.quotas: dict[str, int | None] = {}  # by tenant
         self.share = 0  # blocks

