@@ -25,6 +25,7 @@ from segue.cli import (
     state,
     tiers,
     verify_pins,
+    vllm,
 )
 
 COMMANDS = {
@@ -45,6 +46,7 @@ COMMANDS = {
     "sim": sim,
     "models": models,
     "demo": demo,
+    "vllm": vllm,
 }
 
 

@@ -71,6 +71,7 @@ class _Continuing(_Base):
         self._refused: list[tuple[Request, SegueError]] = []
         self._aliases: dict[str, str] = {}  # another name of a state -> its id
         self._others: dict[str, list[str]] = {}  # a state's other names
+        self._rank = int(config.parallel_config.data_parallel_rank)
         self._count = 0
         self._planned_at = 0.0
         self._has_connector = self.connector is not None
@@ -296,6 +297,8 @@ class _Continuing(_Base):
         asked.finish_reason = _ENDS.get(request.status, FinishReason.ERROR)
         self._forget(asked)
         state = self._leave_state(asked) if asked.finish_reason in _ENDED_WELL else None
+        if asked.finish_reason is FinishReason.ABORT and request.num_output_tokens and not asked.fields.is_plain:
+            self._keep(asked)
         self.jobs.end(asked)
         params, *others = super()._free_request(request, *args, **kwargs)
         if not asked.fields.is_plain:
@@ -322,19 +325,7 @@ class _Continuing(_Base):
 
     def _leave_state(self, asked: Asked) -> State:
         request, turn = asked.request, asked.turn
-        disposed = self.jobs.dispose(asked)
-        hold = self.jobs.hold_for(disposed[0]) if disposed is not None else turn.hold
-        if hold is not None and hold.seconds == 0:
-            hold = None
-        lease: Lease | None = None
-        if hold is not None or asked.heirs:
-            now = self.clock.now()
-            terms: dict[str, Any] = {"transient": True}
-            if hold is not None:
-                terms = {"expires_at": None if hold.seconds is None else now + hold.seconds, "value": hold.value}
-            lease = self.blocks.hold(request.request_id, turn.scope, asked.num_computed, job=turn.job_id, **terms)
-        if disposed is not None:
-            self.jobs.decided(asked, *disposed, lease if hold is not None else None)
+        lease = self._keep(asked)
         keys: Any = request.block_hashes[: asked.num_computed // self.blocks.block_size]
         first, *others = reversed(self._names_of(asked))
         tokens = array("i", asked.tokens)
@@ -352,6 +343,25 @@ class _Continuing(_Base):
             self.blocks.leases.end(lease)
         return state
 
+    def _keep(self, asked: Asked) -> Lease | None:
+        """The KV of an answer that has ended, as its client or the policy wants it. vLLM's server finds stop strings by itself,
+        and then aborts the request: what was computed until then is the job's all the same."""
+        turn = asked.turn
+        disposed = self.jobs.dispose(asked)
+        hold = self.jobs.hold_for(disposed[0]) if disposed is not None else turn.hold
+        if hold is not None and hold.seconds == 0:
+            hold = None
+        lease: Lease | None = None
+        if hold is not None or asked.heirs:
+            terms: dict[str, Any] = {"transient": True}
+            if hold is not None:
+                expires_at = None if hold.seconds is None else self.clock.now() + hold.seconds
+                terms = {"expires_at": expires_at, "value": hold.value}
+            lease = self.blocks.hold(asked.request.request_id, turn.scope, asked.num_computed, job=turn.job_id, **terms)
+        if disposed is not None:
+            self.jobs.decided(asked, *disposed, lease if hold is not None else None)
+        return lease
+
     def _report(self, asked: Asked, state: State | None) -> dict[str, Any]:
         """What a response carries."""
         reuse = asked.reuse
@@ -364,6 +374,8 @@ class _Continuing(_Base):
             report |= {"state_id": state.id, "num_tokens": state.num_tokens, "held_tokens": state.num_held}
         if asked.why_not is not None:
             report["fallback"] = asked.why_not
+        if self._rank:
+            report["rank"] = self._rank
         return report
 
     # What could not be done
@@ -407,6 +419,19 @@ class _Continuing(_Base):
         for lease in list(self.blocks.leases):
             self.blocks.leases.end(lease)
         return super().reset_prefix_cache(*args, **kwargs)
+
+    def segue_release(self, name: str, salt: str) -> bool:
+        """Let go of a state, and of what it holds. False if there is none of this name."""
+        try:
+            state = self.states.find(self._aliases.get(name, name), salt)
+        except SegueError:
+            return False
+        self.states.remove(state.id)
+        for alias in self._others.pop(state.id, ()):
+            self._aliases.pop(alias, None)
+        if state.lease is not None:
+            self.blocks.leases.end(state.lease)
+        return True
 
     def segue_status(self) -> dict[str, Any]:
         leases = self.blocks.leases
