@@ -4,7 +4,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.vllm.harness import BLOCK, World, expected, prompt
+from segue.base.errors import InvalidRequest
+from segue.vllm.versions import UnsupportedVLLM
+from tests.vllm.harness import BLOCK, PlainScheduler, World, expected, make_scheduler, prompt
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
@@ -12,30 +14,199 @@ def world(request):
     return lambda **options: World(is_async=request.param, **options)
 
 
+def evict(here, count=8):
+    """Everything that can be."""
+    for seed in range(count):
+        here.add(f"evict{here.clock.now()}-{seed}", prompt(1000 + seed, 200), max_tokens=4)
+        here.run()
+
+
 def test_a_plain_request_is_answered_as_without_the_plugin(world):
-    here = world()
-    for seed in range(5):
-        here.add(f"r{seed}", prompt(seed, 40 + seed), max_tokens=6)
-    here.run()
-    for seed in range(5):
-        assert here.said[f"r{seed}"] == expected(prompt(seed, 40 + seed), 6)
+    here, plain = world(), world(cls=PlainScheduler)
+    for each in (here, plain):
+        for seed in range(5):
+            each.add(f"r{seed}", prompt(seed, 40 + seed), max_tokens=6)
+        each.run()
+    assert here.said == plain.said and here.prefilled == plain.prefilled
+    assert here.said["r3"] == expected(prompt(3, 43), 6)
     assert here.num_free == here.num_blocks and not here.reports["r0"]
 
 
-def test_a_continuation_prefills_one_token_and_its_suffix(world):
+@pytest.mark.parametrize("length", [53, 57, 58, 41 + BLOCK])
+def test_a_continuation_prefills_one_token_and_its_suffix(world, length):
     here = world(num_blocks=24)
-    here.add("a", prompt(1, 53), max_tokens=7, hold_seconds=60)
+    here.add("a", prompt(1, length), max_tokens=7, hold_seconds=60)
     here.run()
-    for seed in range(8):  # everything that can be evicted is
-        here.add(f"other{seed}", prompt(100 + seed, 200), max_tokens=4)
-        here.run()
+    evict(here)
     here.add("b", [400, 401, 402], max_tokens=5, continuation_of="a")
     here.run()
-    tokens = prompt(1, 53) + here.said["a"] + [400, 401, 402]
     assert here.prefilled["b"] == 1 + 3
-    assert here.said["b"] == expected(tokens, 5)
-    assert here.reports["b"]["inherited_tokens"] == 53 + 7 - 1 and here.reports["b"]["recomputed_tokens"] == 0
+    assert here.said["b"] == expected(prompt(1, length) + here.said["a"] + [400, 401, 402], 5)
+    assert here.reports["b"]["inherited_tokens"] == length + 7 - 1 and here.reports["b"]["recomputed_tokens"] == 0
     here.clock.advance(61)
     here.add("c", prompt(9, 20))
     here.run()
     assert here.num_free == here.num_blocks
+
+
+def test_forks_of_one_state_each_have_a_tail_of_their_own(world):
+    here = world()
+    here.add("a", prompt(1, 37), max_tokens=3, hold_seconds=60)
+    here.run()
+    for at in range(6):
+        here.add(f"fork{at}", [200 + at], max_tokens=20, continuation_of="a")
+    here.run()
+    for at in range(6):
+        assert here.prefilled[f"fork{at}"] == 2
+        assert here.said[f"fork{at}"] == expected(prompt(1, 37) + here.said["a"] + [200 + at], 20)
+
+
+def test_without_a_hold_what_the_prefix_cache_has_is_used_and_the_rest_is_told(world):
+    here = world(num_blocks=24)
+    here.add("a", prompt(1, 64), max_tokens=8)
+    here.run()
+    here.add("b", [400], continuation_of="a")
+    here.run()
+    assert here.prefilled["b"] == 64 + 8 + 1 - 64 and here.reports["b"]["recomputed_tokens"] == 7
+    evict(here)
+    here.add("c", [400], continuation_of="a")
+    here.run()
+    assert here.said["c"] == here.said["b"] and here.reports["c"]["recomputed_tokens"] == 71
+
+
+def test_a_continuation_of_what_still_runs_waits_for_its_end(world):
+    here = world()
+    here.add("a", prompt(1, 30), max_tokens=12)
+    here.step()
+    here.add("b", [300, 301], max_tokens=4, continuation_of="a")
+    here.add("c", [302], max_tokens=4, continuation_of="b")
+    here.run()
+    first = prompt(1, 30) + here.said["a"] + [300, 301]
+    assert here.said["b"] == expected(first, 4)
+    assert here.said["c"] == expected(first + here.said["b"] + [302], 4)
+    assert here.prefilled["b"] == 3 and here.prefilled["c"] == 2
+    assert here.num_free == here.num_blocks
+
+
+def test_what_cannot_be_continued_is_refused_by_name(world):
+    here = world()
+    here.add("a", prompt(1, 30), max_tokens=400, hold_seconds=5)
+    here.step()
+    here.add("heir", [300], continuation_of="a")
+    here.abort("a")
+    here.add("late", [300], continuation_of="a")
+    here.add("unknown", [300], continuation_of="nobody")
+    here.add("strange", [300], hold_seconds="long")
+    here.add("own", prompt(2, 40), salt="alice", state_id="mine", hold_seconds=5)
+    here.run()
+    here.add("foreign", [300], salt="bob", continuation_of="mine")
+    here.add("long", prompt(3, 1000), salt="alice", continuation_of="mine")
+    here.add("mine too", [300], salt="alice", continuation_of="mine")
+    here.run()
+    statuses = {name: report.get("status") for name, report in here.reports.items()}
+    assert statuses == {
+        "heir": 400, "late": 409, "unknown": 404, "strange": 400, "own": None, "foreign": 404, "long": 400, "mine too": None,
+    }  # fmt: skip
+    assert "nobody" in here.reports["unknown"]["error"] and "hold_seconds" in here.reports["strange"]["error"]
+    assert not here.scheduler._asked and not here.scheduler._names
+
+
+def test_leases_give_way_before_running_work_and_the_cheapest_first(world):
+    here = world(num_blocks=20, options={"policy": "fcfs"})
+    for at, seconds in enumerate((600, 600)):
+        here.add(f"held{at}", prompt(at, 60), max_tokens=4, hold_seconds=seconds)
+        here.run()
+    here.scheduler.blocks.leases.renew(_lease(here, "held1"), expires_at=None, value=5.0)
+    here.add("big", prompt(7, 230), max_tokens=4)
+    here.run()
+    assert here.said["big"] == expected(prompt(7, 230), 4) and here.num_preempted == 0
+    assert len(_lease(here, "held0").blocks) < len(_lease(here, "held1").blocks) or not _lease(here, "held0").blocks
+    assert _state(here, "held1").num_held > 0
+    here.add("bigger", prompt(8, 290), max_tokens=4)
+    here.run()
+    assert here.said["bigger"] == expected(prompt(8, 290), 4) and here.num_preempted == 0
+    assert here.scheduler.blocks.num_revoked > 0
+
+
+def _state(here, name):
+    return here.scheduler.states.find(name, "")
+
+
+def _lease(here, name):
+    return _state(here, name).lease
+
+
+@pytest.mark.parametrize("policy", ["continuum-released", "continuum", "adaptive"])
+def test_a_jobs_kv_stays_through_the_gap_and_goes_with_its_last_step(world, policy):
+    here = world(num_blocks=24, options={"policy": policy})
+    here.scheduler.jobs._decode = lambda tokens: "```bash\nls\n```"
+    here.scheduler.jobs.gauge.seconds_per_token = 0.01
+    history = prompt(1, 60)
+    for turn in range(4):
+        here.add(f"t{turn}", history, max_tokens=5, job_id="agent", **({"is_last_step": 1} if turn == 3 else {}))
+        here.run()
+        if turn:
+            assert here.prefilled[f"t{turn}"] < 2 * BLOCK, f"turn {turn} was computed again"
+        history = history + here.said[f"t{turn}"] + prompt(50 + turn, 6)
+        assert (len(here.scheduler.blocks.leases) > 0) == (turn < 3)
+        evict(here, 1)
+        here.clock.advance(0.5)
+    assert here.num_free == here.num_blocks
+    assert [decision.outcome for decision in here.scheduler.jobs.decisions].count("returned") == 3
+
+
+def test_waiting_requests_go_in_the_policys_order(world):
+    here = world(max_seqs=1, options={"policy": "continuum"})
+    here.scheduler.jobs._decode = lambda tokens: "```bash\nls\n```"
+    here.add("old1", prompt(1, 40), job_id="old")
+    here.run()
+    here.clock.advance(1.0)
+    here.add("running", prompt(2, 40), max_tokens=8)
+    here.step()
+    here.add("new", prompt(3, 40), job_id="new")
+    here.clock.advance(0.1)
+    here.add("old2", prompt(1, 40) + here.said["old1"] + [33], job_id="old", is_last_step=True)
+    here.run()
+    order = [name for name in here.prefilled if name in ("new", "old2")]
+    assert order == ["old2", "new"]
+
+
+def test_a_hold_longer_than_memory_is_never_a_reason_that_work_waits(world):
+    here = world(num_blocks=12)
+    for seed in range(30):
+        here.add(f"r{seed}", prompt(seed, 30 + seed % 40), max_tokens=5, hold_seconds=86400, job_id=f"j{seed % 3}")
+    here.run()
+    assert all(here.said[f"r{seed}"] == expected(prompt(seed, 30 + seed % 40), 5) for seed in range(30))
+
+
+def test_a_reset_lets_go_of_everything(world):
+    here = world()
+    here.add("a", prompt(1, 60), hold_seconds=600)
+    here.run()
+    assert here.num_free < here.num_blocks
+    assert here.scheduler.reset_prefix_cache() and here.num_free == here.num_blocks
+    here.add("b", [300], continuation_of="a")
+    here.run()
+    assert here.said["b"] == expected(prompt(1, 60) + here.said["a"] + [300], 4)
+    assert here.reports["b"]["recomputed_tokens"] == 63
+
+
+def test_a_state_can_be_let_go_by_any_of_its_names(world):
+    here = world()
+    here.add("cmpl-x-0-12ab34cd", prompt(1, 60), hold_seconds=600)
+    here.run()
+    here.add("b", [300], continuation_of="cmpl-x")
+    here.run()
+    assert here.prefilled["b"] == 2
+    assert not here.scheduler.segue_release("cmpl-x", "somebody else")
+    assert here.scheduler.segue_release("cmpl-x", "") and here.num_free == here.num_blocks
+    assert not here.scheduler.segue_release("cmpl-x", "")
+
+
+def test_what_it_cannot_be_part_of_is_refused_at_the_start(world):
+    with pytest.raises(UnsupportedVLLM, match="2 groups"):
+        make_scheduler(num_groups=2)
+    with pytest.raises(InvalidRequest, match="polcy"):
+        make_scheduler(options={"polcy": "fcfs"})
+    with pytest.raises(InvalidRequest, match="nonsense"):
+        make_scheduler(options={"policy": "nonsense"})

@@ -55,11 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
             rows = _play(http, arguments.gap, arguments.max_tokens, hold=arguments.hold)
         except httpx.HTTPError as error:
             raise SegueError(f"{arguments.url} does not answer: {error}") from error
-    print("turn  prompt  cached  output   blocks in the gap   tokens with KV / 16   holds")
+    print("turn  prompt  cached  output   blocks in the gap   blocks to be held   holds")
     for row in rows:
         seen = " ".join(map(str, sorted(set(row.blocks))))
         print(
-            f"{row.turn:4}  {row.prompt:6}  {row.cached:6}  {row.output:6}   {seen:>17}   {row.expected:>19}"
+            f"{row.turn:4}  {row.prompt:6}  {row.cached:6}  {row.output:6}   {seen:>17}   {row.expected:>17}"
             f"   {'yes' if row.holds else 'NO'}"
         )
     if not all(row.holds for row in rows):

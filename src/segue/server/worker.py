@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 from segue.base.errors import SegueError, StateError, UnknownCatalogue, UnknownState
 from segue.base.types import BeamParams, SamplingParams
 from segue.engine import Beam, Delta, EngineCore, Export, Request, Then
+from segue.engine.holds import JobHolds
 from segue.kv import KVEvent, Revoked
 from segue.policies import load_learned, make_policy, save_learned
 from segue.server.bundle import Bundle
-from segue.server.jobs import Jobs
 from segue.server.messages import (
     Abort,
     Ask,
@@ -82,7 +82,7 @@ class EngineProcess:
         self._behind = 0
         self._tasks: deque[Callable[[], None]] = deque()
         self._bundle = Bundle(_BUNDLE_SECONDS, time.monotonic)
-        self._jobs = Jobs()
+        self._jobs = JobHolds()
         self._left: dict[str, list[str]] = {}  # by request under way: states that its answers have left held
         self._wake_out, self._wake_in = socket.socketpair()
         for end in (sock, self._wake_out, self._wake_in):

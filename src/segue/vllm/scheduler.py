@@ -18,6 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 from segue.base.clock import Clock, SystemClock
 from segue.base.errors import InvalidRequest, RequestTooLong, SegueError, StateError
 from segue.base.types import FinishReason, Scope
+from segue.engine.holds import JobHolds
 from segue.engine.jobs import JobDesk
 from segue.kv import Lease
 from segue.policies import make_policy
@@ -65,6 +66,7 @@ class _Continuing(_Base):
         decode = decoder(config) if self.segue_policy.reads_calls else None
         # `Asked` has all that it asks of a sequence.
         self.jobs: Any = JobDesk(self.segue_policy, cast(Any, self.blocks), self.clock, self._load, decode)
+        self.holds = JobHolds()
         self.states = StateLedger(options.max_states, options.max_state_bytes)
         self._asked: dict[str, Asked] = {}
         self._names: dict[str, str] = {}  # what a request under way is called by others -> its id
@@ -100,6 +102,9 @@ class _Continuing(_Base):
         for name in self._names_of(asked):
             self._names[name] = request.request_id
         self.jobs.arrive(asked.turn)
+        if asked.fields.job_id is not None:
+            salt, is_last = asked.turn.scope.salt, asked.fields.is_last_step
+            self.holds.begin(request.request_id, salt, asked.fields.job_id, is_last=is_last)
         if waits:
             self.requests[request.request_id] = request  # so that it can be aborted
         else:
@@ -186,6 +191,7 @@ class _Continuing(_Base):
         del self.requests[heir.request.request_id]
         heir.finish_reason = FinishReason.ERROR
         self._forget(heir)
+        self.holds.forget(heir.request.request_id)
         self.jobs.end(heir)
         self._refuse(heir.request, error)
 
@@ -299,11 +305,24 @@ class _Continuing(_Base):
         state = self._leave_state(asked) if asked.finish_reason in _ENDED_WELL else None
         if asked.finish_reason is FinishReason.ABORT and request.num_output_tokens and not asked.fields.is_plain:
             self._keep(asked)
+        self._end_holds(asked, state)
         self.jobs.end(asked)
         params, *others = super()._free_request(request, *args, **kwargs)
         if not asked.fields.is_plain:
             params = {**(params or {}), "segue": self._report(asked, state)}
         return params, *others
+
+    def _end_holds(self, asked: Asked, state: State | None) -> None:
+        """A job's next turn has what the one before held for it; with its last step, all is given back."""
+        if state is None:
+            self.holds.forget(asked.request.request_id)
+            return
+        is_held = asked.turn.hold is not None and state.num_held > 0
+        salt, released = self.holds.end(asked.request.request_id, [state.id] if is_held else [])
+        for name in released:
+            earlier = self.states.get(name)
+            if earlier is not None and earlier.scope.salt == salt and earlier.lease is not None:
+                self.blocks.leases.end(earlier.lease)
 
     def _forget(self, asked: Asked) -> None:
         self._settle(asked)

@@ -16,7 +16,7 @@ class _Turn:
     is_last: bool
 
 
-class Jobs:
+class JobHolds:
     """A turn of a job goes on from what the job held when the turn came, so that is given back when the turn has ended.
     What a turn beside it holds meanwhile stays. With the last step, everything goes.
 

@@ -1,11 +1,11 @@
 """Jobs: a turn gives back what it went on from, a turn beside it keeps its own, the last step leaves nothing."""
 
-from segue.server import jobs as jobs_module
-from segue.server.jobs import Jobs
+from segue.engine import holds as holds_module
+from segue.engine.holds import JobHolds
 
 
 def test_a_turn_gives_back_what_the_job_held_when_it_came():
-    jobs = Jobs()
+    jobs = JobHolds()
     jobs.begin("1", "s", "job", is_last=False)
     assert jobs.end("1", ["state-1"]) == ("s", [])
     jobs.begin("2", "s", "job", is_last=False)
@@ -20,7 +20,7 @@ def test_a_turn_gives_back_what_the_job_held_when_it_came():
 
 
 def test_a_turn_that_came_to_nothing_changes_nothing():
-    jobs = Jobs()
+    jobs = JobHolds()
     jobs.begin("1", "s", "job", is_last=False)
     jobs.end("1", ["state-1"])
     jobs.begin("2", "s", "job", is_last=True)
@@ -31,7 +31,7 @@ def test_a_turn_that_came_to_nothing_changes_nothing():
 
 
 def test_jobs_of_other_scopes_are_other_jobs_and_requests_without_a_job_are_none():
-    jobs = Jobs()
+    jobs = JobHolds()
     jobs.begin("1", "mine", "job", is_last=False)
     jobs.end("1", ["state-1"])
     jobs.begin("2", "yours", "job", is_last=True)
@@ -40,8 +40,8 @@ def test_jobs_of_other_scopes_are_other_jobs_and_requests_without_a_job_are_none
 
 
 def test_jobs_that_never_end_are_forgotten_in_time(monkeypatch):
-    monkeypatch.setattr(jobs_module, "_MOST_JOBS", 100)
-    jobs = Jobs()
+    monkeypatch.setattr(holds_module, "_MOST_JOBS", 100)
+    jobs = JobHolds()
     for number in range(1000):
         jobs.begin("r", "s", f"job {number}", is_last=False)
         jobs.end("r", [f"state {number}"])
