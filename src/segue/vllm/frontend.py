@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from segue.vllm.fields import NAMES
-from segue.vllm.hooks import take_refusal
+from segue.vllm.hooks import in_server, take_refusal
+from segue.vllm.versions import check_version
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -41,6 +42,8 @@ _COUNTERS = {
 
 class Middleware:
     def __init__(self, app: App) -> None:
+        check_version()
+        in_server()
         self._app = app
         self._ranks: OrderedDict[str, int] = OrderedDict()  # of data parallel engines: who has a state, or a job's KV
 

@@ -1,14 +1,10 @@
-"""What vLLM loads in each of its processes (the entry point `vllm.general_plugins`): a way to ask the scheduler, and to hear why
-it refused a request. Without our scheduler it changes nothing."""
+"""The two places where vLLM itself is added to: a way to ask its engine's scheduler, and to hear why that refused a request."""
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
-
-from segue.vllm.versions import UnsupportedVLLM, check_version
 
 _MOST_REFUSALS = 1024
 refusals: OrderedDict[str, dict[str, Any]] = (
@@ -16,38 +12,36 @@ refusals: OrderedDict[str, dict[str, Any]] = (
 )  # by request id, as vLLM has it, until the answer is on its way
 
 
-def install() -> None:
-    """A second time does nothing. A vLLM that is not ours to touch is left alone: the scheduler says so when it is asked for."""
-    try:
-        check_version()
-    except UnsupportedVLLM as error:
-        logging.getLogger(__name__).info("%s", error)
-        return
+def in_engine() -> None:
+    """Called by our scheduler, in the process that it is in. A second time does nothing."""
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.engine.output_processor import OutputProcessor
 
-    if hasattr(EngineCore, "segue_status"):
-        return
     EngineCore.segue_status = _status
     EngineCore.segue_release = _release
+
+
+def in_server() -> None:
+    """Called by our middleware, in the process that answers. A second time does nothing."""
+    from vllm.v1.engine.output_processor import OutputProcessor
+
     process = OutputProcessor.process_outputs
+    if getattr(process, "notes_refusals", False):
+        return
 
     def process_outputs(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _note_refusals(outputs)
         return process(self, outputs, *args, **kwargs)
 
+    process_outputs.notes_refusals = True  # type: ignore[attr-defined]
     OutputProcessor.process_outputs = process_outputs
 
 
-def _status(core: Any) -> dict[str, Any] | None:
-    """None without our scheduler."""
-    status = getattr(core.scheduler, "segue_status", None)
-    return status() if status is not None else None
+def _status(core: Any) -> Any:
+    return core.scheduler.segue_status()
 
 
-def _release(core: Any, name: str, salt: str) -> bool | None:
-    release = getattr(core.scheduler, "segue_release", None)
-    return release(name, salt) if release is not None else None
+def _release(core: Any, name: str, salt: str) -> Any:
+    return core.scheduler.segue_release(name, salt)
 
 
 def _note_refusals(outputs: Iterable[Any]) -> None:

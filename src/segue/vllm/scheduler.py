@@ -25,6 +25,7 @@ from segue.policies import make_policy
 from segue.state import State, StateLedger
 from segue.vllm.blocks import VLLMBlocks
 from segue.vllm.fields import Fields, read_fields
+from segue.vllm.hooks import in_engine
 from segue.vllm.options import Options
 from segue.vllm.queue import PolicyQueue
 from segue.vllm.tokens import decoder
@@ -59,6 +60,7 @@ class _Continuing(_Base):
         config = self.vllm_config
         check_config(config, self.kv_cache_config)
         options = Options.of(config)
+        in_engine()
         self.clock: Clock = SystemClock()
         self.segue_policy = make_policy(options.policy)
         group = self.kv_cache_config.kv_cache_groups[0]
