@@ -52,6 +52,7 @@ def make_config(*, num_blocks=64, is_async=False, options=None, max_seqs=16, bud
         additional_config={"segue": options or {}},
     )
     config.cache_config.num_gpu_blocks = num_blocks
+    config.scheduler_config.async_scheduling = is_async  # which is switched off where there is no accelerator
     return config
 
 
