@@ -105,7 +105,7 @@ def test_what_cannot_be_continued_is_refused_by_name(world):
     here.run()
     statuses = {name: report.get("status") for name, report in here.reports.items()}
     assert statuses == {
-        "heir": 400, "late": 409, "unknown": 404, "strange": 400, "own": None, "foreign": 404, "long": 400, "mine too": None,
+        "heir": 409, "late": 409, "unknown": 404, "strange": 400, "own": None, "foreign": 404, "long": 400, "mine too": None,
     }  # fmt: skip
     assert "nobody" in here.reports["unknown"]["error"] and "hold_seconds" in here.reports["strange"]["error"]
     assert not here.scheduler._asked and not here.scheduler._names

@@ -37,13 +37,18 @@ def read_fields(extra: Mapping[str, Any] | None) -> Fields:
     """Raises InvalidRequest. Others' fields are left alone."""
     if not extra or not any(name in extra for name in NAMES):
         return _PLAIN
-    return Fields(
+    fields = Fields(
         job_id=_name(extra, "job_id"),
         is_last_step=_flag(extra, "is_last_step"),
         hold_seconds=_seconds(extra, "hold_seconds"),
         continuation_of=_name(extra, "continuation_of"),
         state_id=_name(extra, "state_id"),
     )
+    if fields.is_last_step and fields.job_id is None:
+        raise InvalidRequest("is_last_step", "ends a job: give job_id")
+    if fields.is_last_step and fields.hold_seconds:
+        raise InvalidRequest("hold_seconds", "after a job's last step nothing of it is held")
+    return fields
 
 
 def _name(extra: Mapping[str, Any], field: str) -> str | None:

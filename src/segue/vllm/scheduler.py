@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from array import array
+from collections import OrderedDict
 from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +17,7 @@ from vllm.v1.engine import FinishReason as VLLMFinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from segue.base.clock import Clock, SystemClock
-from segue.base.errors import InvalidRequest, RequestTooLong, SegueError, StateError
+from segue.base.errors import InvalidRequest, ParentFailed, RequestTooLong, SegueError, StateError, UnknownState
 from segue.base.types import FinishReason, Scope
 from segue.engine.holds import JobHolds
 from segue.engine.jobs import JobDesk
@@ -54,12 +55,11 @@ class _Continuing(_Base):
     cache, what is done when a block is not to be had), and the moments at which a request comes, first runs and ends.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         check_version()
-        super().__init__(*args, **kwargs)
-        config = self.vllm_config
-        check_config(config, self.kv_cache_config)
-        options = Options.of(config)
+        check_config(vllm_config, kv_cache_config)
+        config, options = vllm_config, Options.of(vllm_config)
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         in_engine()
         self.clock: Clock = SystemClock()
         self.segue_policy = make_policy(options.policy)
@@ -71,22 +71,21 @@ class _Continuing(_Base):
         self.holds = JobHolds()
         self.states = StateLedger(options.max_states, options.max_state_bytes)
         self._asked: dict[str, Asked] = {}
-        self._names: dict[str, str] = {}  # what a request under way is called by others -> its id
-        self._refused: list[tuple[Request, SegueError]] = []
-        self._aliases: dict[str, str] = {}  # another name of a state -> its id
-        self._others: dict[str, list[str]] = {}  # a state's other names
+        self._names: dict[tuple[str, str], str] = {}  # salt, and what a request under way is called by others -> its id
+        self._refused: dict[str, tuple[Request, SegueError]] = {}  # not told yet
+        self._ended: OrderedDict[tuple[str, str], str] = OrderedDict()  # the same for those that have ended
+        self._most_names = 8 * options.max_states
         self._rank = int(config.parallel_config.data_parallel_rank)
         self._count = 0
         self._planned_at = 0.0
         self._has_connector = self.connector is not None
         self.num_inherited = self.num_recomputed = 0
         self.waiting = PolicyQueue(self._asked_of, self._order, self.segue_policy.fair_every)
-        self._find_cached, self._allocate = (
-            self.kv_cache_manager.get_computed_blocks,
-            self.kv_cache_manager.allocate_slots,
-        )
+        self._find_cached = self.kv_cache_manager.get_computed_blocks
+        self._allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.get_computed_blocks = self._find
-        self.kv_cache_manager.allocate_slots = self._make_room
+        self._num_special = 0  # requests under way that ask for more than an answer
+        self._makes_room = False
 
     # A request comes
 
@@ -101,22 +100,25 @@ class _Continuing(_Base):
             self._refuse(request, error)
             return
         self._asked[request.request_id] = asked
-        for name in self._names_of(asked):
-            self._names[name] = request.request_id
-        self.jobs.arrive(asked.turn)
-        if asked.fields.job_id is not None:
-            salt, is_last = asked.turn.scope.salt, asked.fields.is_last_step
-            self.holds.begin(request.request_id, salt, asked.fields.job_id, is_last=is_last)
+        self._num_special += asked.is_special
+        self._names |= dict.fromkeys(self._keys_of(asked), request.request_id)
         if waits:
             self.requests[request.request_id] = request  # so that it can be aborted
         else:
-            super().add_request(request)
+            self._arrive(asked)
+
+    def _arrive(self, asked: Asked) -> None:
+        request, fields, turn = asked.request, asked.fields, asked.turn
+        self.jobs.arrive(turn)
+        if fields.job_id is not None:
+            self.holds.begin(request.request_id, turn.scope.salt, fields.job_id, is_last=fields.is_last_step)
+        super().add_request(request)
 
     def _ask(self, request: Request, fields: Fields) -> Asked:
         self._count += 1
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
         scope = Scope(salt=request.cache_salt or "", adapter=adapter)
-        if fields.state_id is not None and fields.state_id in self._names:
+        if fields.state_id is not None and (scope.salt, fields.state_id) in self._names:
             raise InvalidRequest("state_id", f"{fields.state_id!r} is in use: a request with this id has not ended")
         return Asked(self._count, request, fields, scope, self.clock.now())
 
@@ -128,11 +130,24 @@ class _Continuing(_Base):
         return asked
 
     def _names_of(self, asked: Asked) -> list[str]:
-        """A server's `cmpl-x` is `cmpl-x-0-1a2b3c4d` here; whoever continues it need not know."""
+        """A server's `cmpl-x` is `cmpl-x-0-1a2b3c4d` here; whoever continues it need not know. The last is the one to tell."""
         own = asked.request.request_id
         bare = _RANDOM_PART.sub("", own)
-        names = dict.fromkeys((own, bare, bare.removesuffix("-0"), asked.fields.state_id or own))
-        return list(names)
+        return list(dict.fromkeys((own, bare, bare.removesuffix("-0"), asked.fields.state_id or own)))
+
+    def _keys_of(self, asked: Asked) -> list[tuple[str, str]]:
+        """A tenant's names are its own."""
+        return [(asked.turn.scope.salt, name) for name in self._names_of(asked)]
+
+    def _state(self, name: str, salt: str) -> State:
+        """Whatever had this name last; an error that says why there is none."""
+        own = self._ended.get((salt, name))
+        if own is None:
+            raise UnknownState(f"no state or request {name!r:.100} is known")
+        try:
+            return self.states.find(own, salt)
+        except StateError as error:
+            raise type(error)(str(error).replace(repr(own), repr(name))) from None
 
     # Continuations
 
@@ -140,12 +155,14 @@ class _Continuing(_Base):
         """Put the parent's tokens before a request's own. True if the parent has not ended: then that has to wait."""
         name = asked.fields.continuation_of
         assert name is not None
-        running = self._asked.get(self._names.get(name, ""))
-        if running is not None and running.turn.scope.salt == asked.turn.scope.salt:
+        salt = asked.turn.scope.salt
+        running = self._asked.get(self._names.get((salt, name), ""))
+        if running is not None:
             _check_adapter(name, running.turn.scope, asked.turn.scope)
+            asked.waits_for = running
             running.heirs.append(asked)
             return True
-        parent = self.states.find(self._aliases.get(name, name), asked.turn.scope.salt)
+        parent = self._state(name, salt)
         _check_adapter(name, parent.scope, asked.turn.scope)
         self._extend(asked, parent)
         return False
@@ -181,21 +198,35 @@ class _Continuing(_Base):
 
     def _endow(self, heir: Asked, parent: State) -> None:
         """The parent has ended: now the heir can wait like any other."""
+        heir.waits_for = None
+        del self.requests[heir.request.request_id]
         try:
             self._extend(heir, parent)
         except SegueError as error:
             self._disown(heir, error)
             return
-        del self.requests[heir.request.request_id]
-        super().add_request(heir.request)
+        self._arrive(heir)
 
     def _disown(self, heir: Asked, error: SegueError) -> None:
-        del self.requests[heir.request.request_id]
-        heir.finish_reason = FinishReason.ERROR
-        self._forget(heir)
-        self.holds.forget(heir.request.request_id)
-        self.jobs.end(heir)
+        """It has nothing to continue; nor have those that wait for it, and so on."""
         self._refuse(heir.request, error)
+        pending = [heir]
+        while pending:
+            failed = pending.pop()
+            failed.finish_reason = FinishReason.ERROR
+            for waiting in self._fail(failed):
+                del self.requests[waiting.request.request_id]
+                self._refuse(waiting.request, ParentFailed(f"{self._names_of(failed)[-1]!r} was refused"))
+                pending.append(waiting)
+
+    def _fail(self, asked: Asked) -> list[Asked]:
+        """It leaves nothing; who waited for it."""
+        self._forget(asked)
+        self.states.note_failure(asked.request.request_id, asked.turn.scope, "was aborted or has failed")
+        heirs, asked.heirs = asked.heirs, []
+        for heir in heirs:
+            heir.waits_for = None
+        return heirs
 
     # Into a step
 
@@ -205,12 +236,22 @@ class _Continuing(_Base):
             now = self.clock.now()
             leases.expire(now)
             self.jobs.review(now)
+        if self._makes_room != (bool(leases) or self._num_special > 0):
+            self._take_part(not self._makes_room)
         output = super().schedule(*args, **kwargs)
         for new in output.scheduled_new_reqs:
             if (asked := self._asked.get(new.req_id)) is not None:
                 self._start(asked, new.num_computed_tokens)
         self._planned_at = time.monotonic()
         return output
+
+    def _take_part(self, wanted: bool) -> None:
+        """In each allocation, as long as that can make a difference: a call for each request and step is 3 % of a step."""
+        self._makes_room = wanted
+        if wanted:
+            self.kv_cache_manager.allocate_slots = self._make_room
+        else:
+            del self.kv_cache_manager.allocate_slots
 
     def _start(self, asked: Asked, num_reused: int) -> None:
         asked.blocked_at = None
@@ -253,10 +294,7 @@ class _Continuing(_Base):
         is_running = request.status == RequestStatus.RUNNING
         if leases:
             below, now, tenant = self._bid(asked, is_running=is_running), self.clock.now(), asked.turn.scope.tenant
-            end = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
-            had = len(self.kv_cache_manager.get_blocks(request.request_id).blocks[0])
-            known = num_new_computed_tokens // self.blocks.block_size
-            wanted, more = max(self.blocks.blocks_for(end) - had - known, 1), 1
+            wanted, more = self._num_wanted(request, num_new_tokens, num_new_computed_tokens, kwargs), 1
             while leases.reclaim(max(wanted, self.blocks.num_free + more), now, tenant, below):
                 found = self._allocate(request, num_new_tokens, num_new_computed_tokens, *args, **kwargs)
                 if found is not None:
@@ -270,10 +308,22 @@ class _Continuing(_Base):
             asked.blocked_at = self.clock.now()
         return None
 
+    def _num_wanted(self, request: Request, num_new: int, num_found: int, options: dict[str, Any]) -> int:
+        """Free blocks that vLLM will ask for, as far as can be told from outside."""
+        end = request.num_computed_tokens + num_found + num_new
+        if options.get("full_sequence_must_fit"):
+            end = max(end, request.num_tokens)
+        had = len(self.kv_cache_manager.get_blocks(request.request_id).blocks[0])
+        found = options["new_computed_blocks"].blocks[0] if options.get("new_computed_blocks") is not None else ()
+        unheld: int = sum(block.ref_cnt == 0 for block in found)
+        is_copied = num_found % self.blocks.block_size != 0
+        spare = int(getattr(self.kv_cache_manager, "watermark_blocks", 0)) if self.running else 0
+        return max(self.blocks.blocks_for(end) - had - len(found) + unheld + is_copied, 1) + spare
+
     def _bid(self, asked: Asked, *, is_running: bool) -> float:
         policy = self.segue_policy
         if is_running:
-            return policy.growth_bid
+            return policy.growth_bid if len(self.running) > 1 else inf
         if not self.running or not policy.bids:
             return inf
         now = self.clock.now()
@@ -299,14 +349,25 @@ class _Continuing(_Base):
     # A request ends
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self._refused.pop(request.request_id, None) is not None:
+            return None, None  # aborted with its parent, which had to go first
         asked = self._asked.get(request.request_id)
-        if asked is None or asked.finish_reason is not None:
+        if asked is None:
             return super()._free_request(request, *args, **kwargs)
         asked.finish_reason = _ENDS.get(request.status, FinishReason.ERROR)
-        self._forget(asked)
-        state = self._leave_state(asked) if asked.finish_reason in _ENDED_WELL else None
-        if asked.finish_reason is FinishReason.ABORT and request.num_output_tokens and not asked.fields.is_plain:
-            self._keep(asked)
+        state = None
+        if asked.finish_reason in _ENDED_WELL:
+            self._forget(asked)
+            state = self._leave_state(asked)
+        else:
+            is_kept = (
+                asked.finish_reason is FinishReason.ABORT and request.num_output_tokens and not asked.fields.is_plain
+            )
+            for heir in self._fail(asked):
+                del self.requests[heir.request.request_id]
+                self._disown(heir, ParentFailed(f"{self._names_of(asked)[-1]!r} was aborted or has failed"))
+            if is_kept and not asked.fields.is_last_step:
+                self._keep(asked)
         self._end_holds(asked, state)
         self.jobs.end(asked)
         params, *others = super()._free_request(request, *args, **kwargs)
@@ -316,11 +377,11 @@ class _Continuing(_Base):
 
     def _end_holds(self, asked: Asked, state: State | None) -> None:
         """A job's next turn has what the one before held for it; with its last step, all is given back."""
-        if state is None:
+        if state is None and not asked.fields.is_last_step:
             self.holds.forget(asked.request.request_id)
             return
-        is_held = asked.turn.hold is not None and state.num_held > 0
-        salt, released = self.holds.end(asked.request.request_id, [state.id] if is_held else [])
+        held = [state.id] if state is not None and asked.turn.hold is not None and state.num_held else []
+        salt, released = self.holds.end(asked.request.request_id, held)
         for name in released:
             earlier = self.states.get(name)
             if earlier is not None and earlier.scope.salt == salt and earlier.lease is not None:
@@ -328,36 +389,29 @@ class _Continuing(_Base):
 
     def _forget(self, asked: Asked) -> None:
         self._settle(asked)
-        del self._asked[asked.request.request_id]
-        for name in self._names_of(asked):
-            if self._names.get(name) == asked.request.request_id:
-                del self._names[name]
-        running = self._asked.get(self._names.get(asked.fields.continuation_of or "", ""))
-        if running is not None and asked in running.heirs:
-            running.heirs.remove(asked)
-        if asked.finish_reason not in _ENDED_WELL:
-            for name in self._names_of(asked):
-                self.states.note_failure(name, asked.turn.scope, "was aborted or has failed")
-            for heir in asked.heirs:
-                self._disown(
-                    heir, StateError(f"{asked.fields.state_id or asked.request.request_id!r} was aborted or has failed")
-                )
-            asked.heirs = []
+        own = asked.request.request_id
+        del self._asked[own]
+        self._num_special -= asked.is_special
+        for key in self._keys_of(asked):
+            if self._names.get(key) == own:
+                del self._names[key]
+            self._ended[key] = own
+            self._ended.move_to_end(key)
+        while len(self._ended) > self._most_names:
+            self._ended.popitem(last=False)
+        if asked.waits_for is not None:
+            asked.waits_for.heirs.remove(asked)
+            asked.waits_for = None
 
     def _leave_state(self, asked: Asked) -> State:
         request, turn = asked.request, asked.turn
         lease = self._keep(asked)
         keys: Any = request.block_hashes[: asked.num_computed // self.blocks.block_size]
-        first, *others = reversed(self._names_of(asked))
         tokens = array("i", asked.tokens)
-        state = State(first, turn.scope, tokens, keys, asked.num_computed, job=turn.job_id, lease=lease)
+        state = State(request.request_id, turn.scope, tokens, keys, asked.num_computed, job=turn.job_id, lease=lease)
         for given_up in self.states.add(state):
-            for alias in self._others.pop(given_up.id, ()):
-                self._aliases.pop(alias, None)
             if given_up.lease is not None:
                 self.blocks.leases.end(given_up.lease)
-        self._others[state.id] = others
-        self._aliases |= dict.fromkeys(others, state.id)
         for heir in asked.heirs:
             self._endow(heir, state)
         if lease is not None and lease.transient and not lease.num_heirs:
@@ -392,7 +446,11 @@ class _Continuing(_Base):
             "new_tokens": reuse.new if reuse is not None else 0,
         }
         if state is not None:
-            report |= {"state_id": state.id, "num_tokens": state.num_tokens, "held_tokens": state.num_held}
+            report |= {
+                "state_id": self._names_of(asked)[-1],
+                "num_tokens": state.num_tokens,
+                "held_tokens": state.num_held,
+            }
         if asked.why_not is not None:
             report["fallback"] = asked.why_not
         if self._rank:
@@ -402,7 +460,7 @@ class _Continuing(_Base):
     # What could not be done
 
     def _refuse(self, request: Request, error: SegueError) -> None:
-        self._refused.append((request, error))
+        self._refused[request.request_id] = request, error
 
     def get_num_unfinished_requests(self) -> int:
         return int(super().get_num_unfinished_requests()) + len(self._refused)
@@ -418,7 +476,7 @@ class _Continuing(_Base):
         return outputs
 
     def _tell_refusals(self, outputs: dict[int, Any]) -> None:
-        for request, error in self._refused:
+        for request, error in self._refused.values():
             told = outputs.setdefault(request.client_index, EngineCoreOutputs())
             report = {"error": str(error), "type": type(error).__name__, "status": error.status}
             told.outputs.append(
@@ -431,7 +489,7 @@ class _Continuing(_Base):
             )
             if told.finished_requests is not None:
                 told.finished_requests.add(request.request_id)
-        self._refused = []
+        self._refused = {}
 
     # Operation
 
@@ -444,12 +502,10 @@ class _Continuing(_Base):
     def segue_release(self, name: str, salt: str) -> bool:
         """Let go of a state, and of what it holds. False if there is none of this name."""
         try:
-            state = self.states.find(self._aliases.get(name, name), salt)
+            state = self._state(name, salt)
         except SegueError:
             return False
         self.states.remove(state.id)
-        for alias in self._others.pop(state.id, ()):
-            self._aliases.pop(alias, None)
         if state.lease is not None:
             self.blocks.leases.end(state.lease)
         return True

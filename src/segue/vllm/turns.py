@@ -36,9 +36,11 @@ class Asked:
             is_last_step=fields.is_last_step,
         )
         self.turn.sequences = [self]  # type: ignore[list-item]  # all that the job desk asks of one
+        self.is_special = not fields.is_plain or request.priority != 0
         self.parent: State | None = None
         self.num_shared = 0
         self.expects: Lease | None = None  # the parent's, which waits for this request's first run
+        self.waits_for: Asked | None = None  # its parent, if that has not ended
         self.heirs: list[Asked] = []
         self.reuse: Reuse | None = None  # None before it first runs
         self.finish_reason: FinishReason | None = None

@@ -41,7 +41,9 @@ def check_version(found: str | None = None) -> str:
 
 def check_config(config: Any, kv_cache_config: Any) -> None:
     """What the plugin cannot do is refused when the engine starts."""
-    parallel, cache = config.parallel_config, config.cache_config
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    parallel, cache, groups = config.parallel_config, config.cache_config, kv_cache_config.kv_cache_groups
     for is_so, what in (
         (not cache.enable_prefix_caching, "needs prefix caching: leave out --no-enable-prefix-caching"),
         (
@@ -51,9 +53,12 @@ def check_config(config: Any, kv_cache_config: Any) -> None:
         (getattr(parallel, "decode_context_parallel_size", 1) > 1, "does not work with decode context parallelism"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "does not work with prefill context parallelism"),
         (
-            len(kv_cache_config.kv_cache_groups) != 1,
-            "works with models whose layers all have the same kind of KV cache: this one has "
-            f"{len(kv_cache_config.kv_cache_groups)} groups of them",
+            len(groups) != 1,
+            f"works with models whose layers all have the same kind of KV cache: this one has {len(groups)} groups",
+        ),
+        (
+            not all(isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups),
+            "works with models that keep the KV of all tokens: no sliding windows, no Mamba",
         ),
         (config.model_config.runner_type == "pooling", "is for models that generate"),
     ):
