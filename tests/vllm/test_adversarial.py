@@ -1,6 +1,6 @@
 """Anything in any order, in too little memory: all that is not aborted ends, with the right tokens, and nothing stays behind."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -304,7 +304,6 @@ def test_a_tenant_can_take_no_name_from_another(world, has_ended):
     assert here.said["b"] == expected(prompt(1, 40) + here.said["cmpl-x-0-00000001"] + [300], 4)
 
 
-@pytest.mark.xfail(reason="names are forgotten by their own age, not with the state", strict=True)
 def test_a_state_that_is_held_is_found_however_many_came_after_it(world):
     here = world(options={"policy": "fcfs", "max_states": 2})
     here.add("a", prompt(1, 40), hold_seconds=600)
@@ -315,6 +314,15 @@ def test_a_state_that_is_held_is_found_however_many_came_after_it(world):
     here.add("b", [300], continuation_of="a")
     here.run()
     assert here.prefilled.get("b") == 2
+
+
+def test_a_refusal_counts_as_finished(world):
+    here = world()
+    here.scheduler.finished_req_ids_dict = defaultdict(set)
+    here.add("a", [300], continuation_of="nobody")
+    planned = here.scheduler.schedule()
+    assert here.scheduler.update_from_output(planned, here._compute(planned))[0].finished_requests == {"a"}
+
 
 # Memory
 
@@ -364,7 +372,6 @@ def test_who_does_not_fit_in_any_case_takes_nothing(world):
     assert here.said["big"] == expected(prompt(3, 300), 4)
 
 
-@pytest.mark.xfail(reason="its own blocks are taken back to make room for it, which makes none", strict=True)
 def test_a_continuation_that_does_not_fit_yet_leaves_its_parents_lease_alone(world):
     here = world(num_blocks=24, options={"policy": "fcfs"})
     here.add("a", prompt(1, 8 * BLOCK - 10), hold_seconds=600)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from segue.base.types import Scope
@@ -75,6 +76,15 @@ class VLLMBlocks:
 
     def blocks_of(self, lease: Lease, num_tokens: int) -> list[Any]:
         return [self._pool.blocks[block] for block in lease.blocks[: self.blocks_for(num_tokens)]]
+
+    @contextmanager
+    def kept(self, blocks: Sequence[Any]) -> Iterator[None]:
+        """Nobody gets these meanwhile."""
+        self._pool.touch(blocks)
+        try:
+            yield
+        finally:
+            self._pool.free_blocks(reversed(blocks))
 
     def _heard(self, event: KVEvent) -> None:
         if isinstance(event, Revoked):

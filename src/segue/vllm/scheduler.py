@@ -127,6 +127,7 @@ class _Continuing(_Base):
         asked = self._asked.get(request.request_id)
         if asked is None:
             asked = self._asked[request.request_id] = self._ask(request, Fields())
+            self._num_special += asked.is_special
         return asked
 
     def _names_of(self, asked: Asked) -> list[str]:
@@ -277,7 +278,10 @@ class _Continuing(_Base):
         if asked is None or asked.parent is None or asked.parent.lease is None or request.skip_reading_prefix_cache:
             return found
         held = min(asked.held_tokens(), request.num_tokens - 1)
-        if self._has_connector:  # a connector is told whole blocks
+        fills_all = (
+            self.blocks.blocks_for(request.num_tokens) >= self.blocks.num_blocks - 1
+        )  # there is no room for a copy
+        if self._has_connector or fills_all:  # a connector is told whole blocks
             held -= held % self.blocks.block_size
         if held <= found[1]:
             return found
@@ -294,31 +298,32 @@ class _Continuing(_Base):
         is_running = request.status == RequestStatus.RUNNING
         if leases:
             below, now, tenant = self._bid(asked, is_running=is_running), self.clock.now(), asked.turn.scope.tenant
-            wanted, more = self._num_wanted(request, num_new_tokens, num_new_computed_tokens, kwargs), 1
-            while leases.reclaim(max(wanted, self.blocks.num_free + more), now, tenant, below):
+            reused = kwargs["new_computed_blocks"].blocks[0] if kwargs.get("new_computed_blocks") is not None else ()
+            wanted = self._num_wanted(request, num_new_tokens, num_new_computed_tokens, len(reused), kwargs)
+            with self.blocks.kept(reused):  # to take these back would give it nothing
+                has_room = leases.reclaim(wanted, now, tenant, below)
+            while has_room:
                 found = self._allocate(request, num_new_tokens, num_new_computed_tokens, *args, **kwargs)
                 if found is not None:
                     return found
-                more *= 2
-                if not leases:
-                    break
+                has_room = not self.running and leases.reclaim(self.blocks.num_free + 1, now, tenant, below)
         if is_running:
             self._choose_victim(request)
         elif asked.blocked_at is None:
             asked.blocked_at = self.clock.now()
         return None
 
-    def _num_wanted(self, request: Request, num_new: int, num_found: int, options: dict[str, Any]) -> int:
-        """Free blocks that vLLM will ask for, as far as can be told from outside."""
-        end = request.num_computed_tokens + num_found + num_new
+    def _num_wanted(
+        self, request: Request, num_new: int, num_found: int, num_reused: int, options: dict[str, Any]
+    ) -> int:
+        """Free blocks that vLLM will ask for beside those it reuses, as far as can be told from outside."""
+        end = request.num_computed_tokens + num_found + num_new + options.get("num_lookahead_tokens", 0)
         if options.get("full_sequence_must_fit"):
             end = max(end, request.num_tokens)
         had = len(self.kv_cache_manager.get_blocks(request.request_id).blocks[0])
-        found = options["new_computed_blocks"].blocks[0] if options.get("new_computed_blocks") is not None else ()
-        unheld: int = sum(block.ref_cnt == 0 for block in found)
         is_copied = num_found % self.blocks.block_size != 0
         spare = int(getattr(self.kv_cache_manager, "watermark_blocks", 0)) if self.running else 0
-        return max(self.blocks.blocks_for(end) - had - len(found) + unheld + is_copied, 1) + spare
+        return max(self.blocks.blocks_for(min(end, self.max_model_len)) - had - num_reused + is_copied, 1) + spare
 
     def _bid(self, asked: Asked, *, is_running: bool) -> float:
         policy = self.segue_policy
@@ -349,7 +354,8 @@ class _Continuing(_Base):
     # A request ends
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if self._refused.pop(request.request_id, None) is not None:
+        if request.request_id not in self.requests:
+            self._refused.pop(request.request_id, None)
             return None, None  # aborted with its parent, which had to go first
         asked = self._asked.get(request.request_id)
         if asked is None:
@@ -398,7 +404,9 @@ class _Continuing(_Base):
             self._ended[key] = own
             self._ended.move_to_end(key)
         while len(self._ended) > self._most_names:
-            self._ended.popitem(last=False)
+            key, ended = self._ended.popitem(last=False)
+            if self.states.get(ended) is not None:
+                self._ended[key] = ended
         if asked.waits_for is not None:
             asked.waits_for.heirs.remove(asked)
             asked.waits_for = None
@@ -461,6 +469,8 @@ class _Continuing(_Base):
 
     def _refuse(self, request: Request, error: SegueError) -> None:
         self._refused[request.request_id] = request, error
+        if self.finished_req_ids_dict is not None:
+            self.finished_req_ids_dict[request.client_index].add(request.request_id)
 
     def get_num_unfinished_requests(self) -> int:
         return int(super().get_num_unfinished_requests()) + len(self._refused)
@@ -487,8 +497,6 @@ class _Continuing(_Base):
                     kv_transfer_params={"segue": report},
                 )
             )
-            if told.finished_requests is not None:
-                told.finished_requests.add(request.request_id)
         self._refused = {}
 
     # Operation
