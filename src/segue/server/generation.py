@@ -65,7 +65,8 @@ class _Choice:
         if part.finish == FinishReason.STOP and self.hide_stop:
             tokens = tokens[:-1]  # a token that ends an answer by being itself is not part of its text
         text = self.stream.push(tokens)
-        return text + self.stream.flush() if part.finish is not None else text
+        is_over = part.finish not in (None, FinishReason.MOVED)  # where a request went, its last character is completed
+        return text + self.stream.flush() if is_over else text
 
 
 class Generation:
