@@ -6,14 +6,24 @@ import tempfile
 from pathlib import Path
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    LoRAConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)  # fmt: skip
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as PlainScheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -36,7 +46,15 @@ def model_folder() -> str:
     return str(folder)
 
 
-def make_config(*, num_blocks=64, is_async=False, options=None, max_seqs=16, budget=512, **parallel):
+def make_config(
+    *, num_blocks=64, is_async=False, options=None, max_seqs=16, budget=512, offloads=False, has_lora=False, **parallel
+):
+    """`offloads`: with vLLM's offloading connector, and host memory for 1,000 blocks."""
+    offloading = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"cpu_bytes_to_use": 1000 * 4096, "block_size": BLOCK},
+    )
     config = VllmConfig(
         model_config=ModelConfig(model=model_folder(), skip_tokenizer_init=True, max_model_len=1024, dtype="float32"),
         cache_config=CacheConfig(block_size=BLOCK, gpu_memory_utilization=0.5, enable_prefix_caching=True),
@@ -49,6 +67,8 @@ def make_config(*, num_blocks=64, is_async=False, options=None, max_seqs=16, bud
         ),
         parallel_config=ParallelConfig(**parallel),
         device_config=DeviceConfig(device="cpu"),
+        kv_transfer_config=offloading if offloads else None,
+        lora_config=LoRAConfig(max_loras=2, lora_dtype="auto") if has_lora else None,
         additional_config={"segue": options or {}},
     )
     config.cache_config.num_gpu_blocks = num_blocks
@@ -60,7 +80,12 @@ def make_scheduler(cls=Scheduler, *, num_groups=1, **options):
     config = make_config(**options)
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
     groups = [KVCacheGroupSpec([f"layer.{at}"], spec) for at in range(num_groups)]
-    kv = KVCacheConfig(num_blocks=config.cache_config.num_gpu_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    num_blocks = config.cache_config.num_gpu_blocks
+    try:  # an older version has a block's size from these
+        tensors = [KVCacheTensor(spec.page_size_bytes * num_blocks, group.layer_names) for group in groups]
+    except TypeError:
+        tensors = []
+    kv = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
     if cls is PlainScheduler and config.scheduler_config.async_scheduling:
         cls = AsyncScheduler
     return cls(
@@ -102,15 +127,17 @@ class World:
         self.said: dict[str, list[int]] = {}
         self.ended: dict[str, object] = {}
         self.reports: dict[str, dict] = {}
-        self.num_preempted = 0
+        self.num_preempted = self.num_loaded = 0
         self._under_way: list = []
+        self._host: dict[tuple[int, int], tuple[int, ...]] = {}  # as `kv`, of what was offloaded
+        self._to_store: dict[int, object] = {}
 
-    def add(self, name, tokens, max_tokens=4, *, salt=None, **fields):
+    def add(self, name, tokens, max_tokens=4, *, salt=None, lora=None, **fields):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=fields or None)
         params.update_from_generation_config({}, EOS) if hasattr(params, "update_from_generation_config") else None
         request = Request(
             request_id=name, prompt_token_ids=list(tokens), sampling_params=params, pooling_params=None, cache_salt=salt,
-            block_hasher=HASHER,
+            block_hasher=HASHER, lora_request=lora,
         )  # fmt: skip
         self.scheduler.add_request(request)
         return request
@@ -144,6 +171,9 @@ class World:
                     self.reports[one.request_id] = (one.kv_transfer_params or {}).get("segue", {})
 
     def _compute(self, planned):
+        transferred = (
+            self._transfer(planned.kv_connector_metadata) if planned.kv_connector_metadata is not None else None
+        )
         for copy in planned.kv_cache_block_copies or ():
             source, target = (copy[-2], copy[-1]) if isinstance(copy, tuple) else (copy.src_block_id, copy.dst_block_id)
             for offset in range(BLOCK):
@@ -156,6 +186,8 @@ class World:
             self.prefilled.setdefault(new.req_id, len(new.prompt_token_ids) - new.num_computed_tokens)
         cached = planned.scheduled_cached_reqs
         self.num_preempted += len(cached.resumed_req_ids)
+        # As with vLLM's own runner: what a resumed request sampled in a step that was thrown away is gone.
+        self.sequences |= {name: list(cached.all_token_ids[name]) for name in cached.resumed_req_ids}
         for at, name in enumerate(cached.req_ids):
             blocks = cached.new_block_ids[at]
             if name in cached.resumed_req_ids:
@@ -178,8 +210,31 @@ class World:
             else:
                 sampled.append([])
         return ModelRunnerOutput(
-            req_ids=names, req_id_to_index={name: at for at, name in enumerate(names)}, sampled_token_ids=sampled
+            req_ids=names, req_id_to_index={name: at for at, name in enumerate(names)}, sampled_token_ids=sampled,
+            kv_connector_output=transferred,
+        )  # fmt: skip
+
+    def _transfer(self, asked):
+        """What the offloading connector's worker does: stores wait until the next step begins, loads do not."""
+        stores = {
+            **self._to_store,
+            **{job: asked.store_jobs.pop(job) for job in asked.jobs_to_flush or () if job in asked.store_jobs},
+        }
+        for job in stores.values():
+            self._copy(self.kv, job.src_spec, self._host, job.dst_spec)
+        for job in asked.load_jobs.values():
+            self.num_loaded += len(job.dst_spec.block_ids)
+            self._copy(self._host, job.src_spec, self.kv, job.dst_spec)
+        self._to_store = dict(asked.store_jobs)
+        done = OffloadingWorkerMetadata(dict.fromkeys([*stores, *asked.load_jobs], 1))
+        return KVConnectorOutput(
+            finished_recving={job.req_id for job in asked.load_jobs.values()}, kv_connector_worker_meta=done
         )
+
+    def _copy(self, there, sources, here, targets):
+        for source, target in zip(sources.block_ids.tolist(), targets.block_ids.tolist(), strict=True):
+            for offset in range(BLOCK):
+                here[target, offset] = there[source, offset]
 
     @property
     def num_free(self):

@@ -14,25 +14,16 @@ from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from segue.vllm.versions import UnsupportedVLLM, check_config
+from segue.vllm.versions import UnsupportedVLLM, check_config, installed
 from tests.vllm.harness import BLOCK, World, expected, make_config, prompt
 
 A_WEEK = 7 * 86400.0
 ENDED_WELL = ("length", "stop")
 
 
-class Runner(World):
-    """As with vLLM's own, a request that resumes has the tokens that the scheduler says it has: others may have been dropped."""
-
-    def _compute(self, planned):
-        resumed = planned.scheduled_cached_reqs
-        self.sequences |= {name: list(resumed.all_token_ids[name]) for name in resumed.resumed_req_ids}
-        return super()._compute(planned)
-
-
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def world(request):
-    return lambda **options: Runner(is_async=request.param, **options)
+    return lambda **options: World(is_async=request.param, **options)
 
 
 @dataclass(frozen=True)
@@ -90,6 +81,8 @@ class Play:
         request.sampling_params.stop_token_ids = sorted(stops)
 
     def abort(self, chance):
+        if self.world.scheduler.connector is not None and installed().startswith("0.26."):
+            return  # there an abort of what is not computed whole ends the connector, with vLLM's own scheduler as well
         request_ids = {self.any_id(chance) for _ in range(chance.randint(1, 4))}
         self.aborted |= request_ids
         self.world.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
@@ -112,6 +105,8 @@ class Play:
         self.world.clock.advance(chance.choice([0.1, 1.0, 30.0]))
 
     def reset(self, chance):
+        if self.world.scheduler.connector is not None:
+            return  # vLLM itself does not while anything is being loaded
         self.world.scheduler.reset_prefix_cache(reset_running_requests=chance.random() < 0.5)
 
     def any_id(self, chance):
@@ -126,6 +121,8 @@ class Play:
         holders = Counter(block for lease in leases for block in lease.blocks)
         for request_id in scheduler.requests:
             holders.update(block.block_id for block in manager.get_blocks(request_id).blocks[0])
+        for _, freed in getattr(scheduler, "deferred_frees", ()):  # beside a connector, once a step has ended
+            holders.update(block.block_id for block in freed)
         blocks = [block for block in manager.block_pool.blocks if not block.is_null]
         assert all(block.ref_cnt == holders[block.block_id] for block in blocks)
         assert self.world.num_free == len(blocks) - len(holders)
@@ -188,11 +185,12 @@ class Play:
     budget=st.sampled_from([32, 512]),
     max_seqs=st.sampled_from([2, 16]),
     max_states=st.sampled_from([2, 1000]),
+    offloads=st.booleans(),
 )
 def test_whatever_happens_answers_are_right_and_nothing_is_left(
     is_async, policy, chance, num_moves, max_states, **options
 ):
-    play = Play(Runner(is_async=is_async, options={"policy": policy, "max_states": max_states}, **options))
+    play = Play(World(is_async=is_async, options={"policy": policy, "max_states": max_states}, **options))
     for _ in range(num_moves):
         play.move(chance)
     play.finish()

@@ -17,7 +17,7 @@ def world(request):
 def evict(here, count=8):
     """Everything that can be."""
     for seed in range(count):
-        here.add(f"evict{here.clock.now()}-{seed}", prompt(1000 + seed, 200), max_tokens=4)
+        here.add(f"evict{len(here.said)}-{seed}", prompt(1000 + seed, 200), max_tokens=4)
         here.run()
 
 

@@ -112,6 +112,33 @@ class Turn:
     def begin_with(self, prompt: array[int]) -> None:
         self.prompt, self.num_prompt = prompt, len(prompt) - self.num_output
 
+    def view(
+        self,
+        sequence_id: int,
+        num_prompt: int,
+        num_tokens: int,
+        num_computed: int,
+        num_preemptions: int,
+        blocked_seconds: float,
+    ) -> TurnView:
+        """One of its sequences, as a policy sees it."""
+        job = self.job
+        return TurnView(
+            sequence_id,
+            self.job_id if job is None else job.key,
+            self.arrived_at,
+            num_prompt,
+            num_tokens,
+            num_computed,
+            num_preemptions,
+            self.priority,
+            self.is_last_step,
+            self.arrived_at if job is None else job.arrived_at,
+            1 if job is None else job.num_turns,
+            bool(self.claims),
+            blocked_seconds,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Heir:
@@ -221,21 +248,8 @@ class Sequence:
         return FinishReason.LENGTH if length >= self.limit else None
 
     def view(self, blocked_seconds: float = 0.0) -> TurnView:
-        turn, job = self.turn, self.turn.job
-        return TurnView(
-            self.id,
-            turn.job_id if job is None else job.key,
-            turn.arrived_at,
-            self.num_prompt,
-            len(self.tokens),
-            self.num_computed,
-            self.num_preemptions,
-            turn.priority,
-            turn.is_last_step,
-            turn.arrived_at if job is None else job.arrived_at,
-            1 if job is None else job.num_turns,
-            bool(turn.claims),
-            blocked_seconds,
+        return self.turn.view(
+            self.id, self.num_prompt, len(self.tokens), self.num_computed, self.num_preemptions, blocked_seconds
         )
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import time
 from array import array
-from collections import OrderedDict
-from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -27,8 +24,10 @@ from segue.state import State, StateLedger
 from segue.vllm.blocks import VLLMBlocks
 from segue.vllm.fields import Fields, read_fields
 from segue.vllm.hooks import in_engine
+from segue.vllm.names import Names, names_of
 from segue.vllm.options import Options
 from segue.vllm.queue import PolicyQueue
+from segue.vllm.room import Room
 from segue.vllm.tokens import decoder
 from segue.vllm.turns import Asked
 from segue.vllm.versions import check_config, check_version
@@ -36,11 +35,10 @@ from segue.vllm.versions import check_config, check_version
 _ENDS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_REPETITION: FinishReason.STOP,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
 }
 _ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
-_RANDOM_PART = re.compile(r"-[0-9a-f]{8}$")  # vLLM adds it to the ids that callers choose
-
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler as _Base
@@ -71,10 +69,8 @@ class _Continuing(_Base):
         self.holds = JobHolds()
         self.states = StateLedger(options.max_states, options.max_state_bytes)
         self._asked: dict[str, Asked] = {}
-        self._names: dict[tuple[str, str], str] = {}  # salt, and what a request under way is called by others -> its id
+        self._names = Names(8 * options.max_states, lambda request_id: self.states.get(request_id) is not None)
         self._refused: dict[str, tuple[Request, SegueError]] = {}  # not told yet
-        self._ended: OrderedDict[tuple[str, str], str] = OrderedDict()  # the same for those that have ended
-        self._most_names = 8 * options.max_states
         self._rank = int(config.parallel_config.data_parallel_rank)
         self._count = 0
         self._planned_at = 0.0
@@ -82,10 +78,9 @@ class _Continuing(_Base):
         self.num_inherited = self.num_recomputed = 0
         self.waiting = PolicyQueue(self._asked_of, self._order, self.segue_policy.fair_every)
         self._find_cached = self.kv_cache_manager.get_computed_blocks
-        self._allocate = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.get_computed_blocks = self._find
         self._num_special = 0  # requests under way that ask for more than an answer
-        self._makes_room = False
+        self._room = Room(self, self.blocks, self.segue_policy, self.jobs, self._asked_of)
 
     # A request comes
 
@@ -101,7 +96,7 @@ class _Continuing(_Base):
             return
         self._asked[request.request_id] = asked
         self._num_special += asked.is_special
-        self._names |= dict.fromkeys(self._keys_of(asked), request.request_id)
+        self._names.begin(asked)
         if waits:
             self.requests[request.request_id] = request  # so that it can be aborted
         else:
@@ -118,7 +113,7 @@ class _Continuing(_Base):
         self._count += 1
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
         scope = Scope(salt=request.cache_salt or "", adapter=adapter)
-        if fields.state_id is not None and (scope.salt, fields.state_id) in self._names:
+        if fields.state_id is not None and self._names.running(scope.salt, fields.state_id) is not None:
             raise InvalidRequest("state_id", f"{fields.state_id!r} is in use: a request with this id has not ended")
         return Asked(self._count, request, fields, scope, self.clock.now())
 
@@ -130,19 +125,9 @@ class _Continuing(_Base):
             self._num_special += asked.is_special
         return asked
 
-    def _names_of(self, asked: Asked) -> list[str]:
-        """A server's `cmpl-x` is `cmpl-x-0-1a2b3c4d` here; whoever continues it need not know. The last is the one to tell."""
-        own = asked.request.request_id
-        bare = _RANDOM_PART.sub("", own)
-        return list(dict.fromkeys((own, bare, bare.removesuffix("-0"), asked.fields.state_id or own)))
-
-    def _keys_of(self, asked: Asked) -> list[tuple[str, str]]:
-        """A tenant's names are its own."""
-        return [(asked.turn.scope.salt, name) for name in self._names_of(asked)]
-
     def _state(self, name: str, salt: str) -> State:
         """Whatever had this name last; an error that says why there is none."""
-        own = self._ended.get((salt, name))
+        own = self._names.ended(salt, name)
         if own is None:
             raise UnknownState(f"no state or request {name!r:.100} is known")
         try:
@@ -157,7 +142,7 @@ class _Continuing(_Base):
         name = asked.fields.continuation_of
         assert name is not None
         salt = asked.turn.scope.salt
-        running = self._asked.get(self._names.get((salt, name), ""))
+        running = self._asked.get(self._names.running(salt, name) or "")
         if running is not None:
             _check_adapter(name, running.turn.scope, asked.turn.scope)
             asked.waits_for = running
@@ -217,7 +202,7 @@ class _Continuing(_Base):
             failed.finish_reason = FinishReason.ERROR
             for waiting in self._fail(failed):
                 del self.requests[waiting.request.request_id]
-                self._refuse(waiting.request, ParentFailed(f"{self._names_of(failed)[-1]!r} was refused"))
+                self._refuse(waiting.request, ParentFailed(f"{names_of(failed)[-1]!r} was refused"))
                 pending.append(waiting)
 
     def _fail(self, asked: Asked) -> list[Asked]:
@@ -237,22 +222,16 @@ class _Continuing(_Base):
             now = self.clock.now()
             leases.expire(now)
             self.jobs.review(now)
-        if self._makes_room != (bool(leases) or self._num_special > 0):
-            self._take_part(not self._makes_room)
+        self._room.want(bool(leases) or self._num_special > 0)
         output = super().schedule(*args, **kwargs)
         for new in output.scheduled_new_reqs:
             if (asked := self._asked.get(new.req_id)) is not None:
                 self._start(asked, new.num_computed_tokens)
+        for name in output.scheduled_cached_reqs.resumed_req_ids:
+            if (asked := self._asked.get(name)) is not None:
+                asked.blocked_at = None
         self._planned_at = time.monotonic()
         return output
-
-    def _take_part(self, wanted: bool) -> None:
-        """In each allocation, as long as that can make a difference: a call for each request and step is 3 % of a step."""
-        self._makes_room = wanted
-        if wanted:
-            self.kv_cache_manager.allocate_slots = self._make_room
-        else:
-            del self.kv_cache_manager.allocate_slots
 
     def _start(self, asked: Asked, num_reused: int) -> None:
         asked.blocked_at = None
@@ -287,64 +266,6 @@ class _Continuing(_Base):
             return found
         return (KVCacheBlocks((self.blocks.blocks_of(asked.parent.lease, held),)), held, *found[2:])
 
-    def _make_room(
-        self, request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Before vLLM gives up on blocks, and preempts somebody, leases give way."""
-        found = self._allocate(request, num_new_tokens, num_new_computed_tokens, *args, **kwargs)
-        if found is not None:
-            return found
-        asked, leases = self._asked_of(request), self.blocks.leases
-        is_running = request.status == RequestStatus.RUNNING
-        if leases:
-            below, now, tenant = self._bid(asked, is_running=is_running), self.clock.now(), asked.turn.scope.tenant
-            reused = kwargs["new_computed_blocks"].blocks[0] if kwargs.get("new_computed_blocks") is not None else ()
-            wanted = self._num_wanted(request, num_new_tokens, num_new_computed_tokens, len(reused), kwargs)
-            with self.blocks.kept(reused):  # to take these back would give it nothing
-                has_room = leases.reclaim(wanted, now, tenant, below)
-            while has_room:
-                found = self._allocate(request, num_new_tokens, num_new_computed_tokens, *args, **kwargs)
-                if found is not None:
-                    return found
-                has_room = not self.running and leases.reclaim(self.blocks.num_free + 1, now, tenant, below)
-        if is_running:
-            self._choose_victim(request)
-        elif asked.blocked_at is None:
-            asked.blocked_at = self.clock.now()
-        return None
-
-    def _num_wanted(
-        self, request: Request, num_new: int, num_found: int, num_reused: int, options: dict[str, Any]
-    ) -> int:
-        """Free blocks that vLLM will ask for beside those it reuses, as far as can be told from outside."""
-        end = request.num_computed_tokens + num_found + num_new + options.get("num_lookahead_tokens", 0)
-        if options.get("full_sequence_must_fit"):
-            end = max(end, request.num_tokens)
-        had = len(self.kv_cache_manager.get_blocks(request.request_id).blocks[0])
-        is_copied = num_found % self.blocks.block_size != 0
-        spare = int(getattr(self.kv_cache_manager, "watermark_blocks", 0)) if self.running else 0
-        return max(self.blocks.blocks_for(min(end, self.max_model_len)) - had - num_reused + is_copied, 1) + spare
-
-    def _bid(self, asked: Asked, *, is_running: bool) -> float:
-        policy = self.segue_policy
-        if is_running:
-            return policy.growth_bid if len(self.running) > 1 else inf
-        if not self.running or not policy.bids:
-            return inf
-        now = self.clock.now()
-        blocked = now - asked.blocked_at if asked.blocked_at is not None else 0.0
-        return policy.bid(asked.view(blocked), self.jobs.pressure(), now)
-
-    def _choose_victim(self, request: Request) -> None:
-        """vLLM preempts the last of those that run. Of them, those before this request are in the step already."""
-        at = next(index for index, other in enumerate(self.running) if other is request)
-        if len(self.running) - at > 1:
-            now = self.clock.now()
-            rest = self.running[at:]
-            victim = max(rest, key=lambda other: self.segue_policy.victim(self._asked_of(other).view(), now))
-            rest.remove(victim)
-            self.running[at:] = [*rest, victim]
-
     def _order(self, asked: Asked) -> tuple[Any, ...]:
         return self.segue_policy.order(asked.view(), self.clock.now())
 
@@ -371,7 +292,7 @@ class _Continuing(_Base):
             )
             for heir in self._fail(asked):
                 del self.requests[heir.request.request_id]
-                self._disown(heir, ParentFailed(f"{self._names_of(asked)[-1]!r} was aborted or has failed"))
+                self._disown(heir, ParentFailed(f"{names_of(asked)[-1]!r} was aborted or has failed"))
             if is_kept and not asked.fields.is_last_step:
                 self._keep(asked)
         self._end_holds(asked, state)
@@ -395,18 +316,9 @@ class _Continuing(_Base):
 
     def _forget(self, asked: Asked) -> None:
         self._settle(asked)
-        own = asked.request.request_id
-        del self._asked[own]
+        del self._asked[asked.request.request_id]
         self._num_special -= asked.is_special
-        for key in self._keys_of(asked):
-            if self._names.get(key) == own:
-                del self._names[key]
-            self._ended[key] = own
-            self._ended.move_to_end(key)
-        while len(self._ended) > self._most_names:
-            key, ended = self._ended.popitem(last=False)
-            if self.states.get(ended) is not None:
-                self._ended[key] = ended
+        self._names.end(asked)
         if asked.waits_for is not None:
             asked.waits_for.heirs.remove(asked)
             asked.waits_for = None
@@ -455,7 +367,7 @@ class _Continuing(_Base):
         }
         if state is not None:
             report |= {
-                "state_id": self._names_of(asked)[-1],
+                "state_id": names_of(asked)[-1],
                 "num_tokens": state.num_tokens,
                 "held_tokens": state.num_held,
             }

@@ -75,19 +75,6 @@ class Asked:
         return min(lease.num_computed, self.num_shared) if lease is not None else 0
 
     def view(self, blocked_seconds: float = 0.0) -> TurnView:
-        turn, job, request = self.turn, self.turn.job, self.request
-        return TurnView(
-            self.id,
-            turn.job_id if job is None else job.key,
-            turn.arrived_at,
-            self.num_prompt,
-            len(self.tokens),
-            int(request.num_computed_tokens),
-            int(request.num_preemptions),
-            turn.priority,
-            turn.is_last_step,
-            turn.arrived_at if job is None else job.arrived_at,
-            1 if job is None else job.num_turns,
-            bool(turn.claims),
-            blocked_seconds,
-        )
+        request = self.request
+        computed, preempted = int(request.num_computed_tokens), int(request.num_preemptions)
+        return self.turn.view(self.id, self.num_prompt, len(self.tokens), computed, preempted, blocked_seconds)

@@ -9,6 +9,11 @@ from typing import Any
 from segue.base.errors import SegueError
 
 OLDEST, NEWEST = (0, 26), (0, 32)
+_FULL = (
+    "FullAttentionSpec",
+    "TQFullAttentionSpec",
+    "MLAAttentionSpec",
+)  # others are kinds of these, and keep less or more
 
 
 class UnsupportedVLLM(SegueError):
@@ -41,8 +46,6 @@ def check_version(found: str | None = None) -> str:
 
 def check_config(config: Any, kv_cache_config: Any) -> None:
     """What the plugin cannot do is refused when the engine starts."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
     parallel, cache, groups = config.parallel_config, config.cache_config, kv_cache_config.kv_cache_groups
     for is_so, what in (
         (not cache.enable_prefix_caching, "needs prefix caching: leave out --no-enable-prefix-caching"),
@@ -57,8 +60,8 @@ def check_config(config: Any, kv_cache_config: Any) -> None:
             f"works with models whose layers all have the same kind of KV cache: this one has {len(groups)} groups",
         ),
         (
-            not all(isinstance(group.kv_cache_spec, FullAttentionSpec) for group in groups),
-            "works with models that keep the KV of all tokens: no sliding windows, no Mamba",
+            not all(type(group.kv_cache_spec).__name__ in _FULL for group in groups),
+            "works with models that keep the KV of all tokens in one place: no sliding windows, no sinks, no Mamba",
         ),
         (config.model_config.runner_type == "pooling", "is for models that generate"),
     ):

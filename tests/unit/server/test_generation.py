@@ -1,5 +1,7 @@
 """Text from the parts of an answer, wherever they are cut."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +23,7 @@ def read(parts, finish):
 def test_however_an_answer_is_cut_its_text_is_the_same(text, cuts):
     tokens = TOKENIZER.encode(text, add_special=False)
     bounds = [0, *sorted(cuts), len(tokens)]
-    parts = [tokens[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    parts = [tokens[start:stop] for start, stop in pairwise(bounds)]
     assert read(parts, FinishReason.LENGTH) == text
 
 

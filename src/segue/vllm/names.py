@@ -1,0 +1,57 @@
+"""What requests are called by those that continue them."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+
+from segue.vllm.turns import Asked
+
+_RANDOM_PART = re.compile(r"-[0-9a-f]{8}$")  # vLLM adds it to the ids that callers choose
+
+
+def names_of(asked: Asked) -> list[str]:
+    """A server's `cmpl-x` is `cmpl-x-0-1a2b3c4d` here; whoever continues it need not know. The last is the one to tell."""
+    own = asked.request.request_id
+    bare = _RANDOM_PART.sub("", own)
+    return list(dict.fromkeys((own, bare, bare.removesuffix("-0"), asked.fields.state_id or own)))
+
+
+class Names:
+    """A tenant's names are its own: by its salt, each leads to the id of the last request that had it.
+
+    Of those that have ended, `most` are remembered, and all whose state is (`has_state`).
+    """
+
+    def __init__(self, most: int, has_state: Callable[[str], bool]) -> None:
+        self._most = most
+        self._has_state = has_state
+        self._under_way: dict[tuple[str, str], str] = {}
+        self._ended: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Of requests under way."""
+        return len(self._under_way)
+
+    def running(self, salt: str, name: str) -> str | None:
+        return self._under_way.get((salt, name))
+
+    def ended(self, salt: str, name: str) -> str | None:
+        return self._ended.get((salt, name))
+
+    def begin(self, asked: Asked) -> None:
+        salt, own = asked.turn.scope.salt, asked.request.request_id
+        self._under_way |= {(salt, name): own for name in names_of(asked)}
+
+    def end(self, asked: Asked) -> None:
+        salt, own = asked.turn.scope.salt, asked.request.request_id
+        for name in names_of(asked):
+            if self._under_way.get((salt, name)) == own:
+                del self._under_way[salt, name]
+            self._ended[salt, name] = own
+            self._ended.move_to_end((salt, name))
+        while len(self._ended) > self._most:
+            key, ended = self._ended.popitem(last=False)
+            if self._has_state(ended):
+                self._ended[key] = ended
