@@ -49,6 +49,20 @@ def test_a_continuation_prefills_one_token_and_its_suffix(world, length):
     assert here.num_free == here.num_blocks
 
 
+@pytest.mark.parametrize("name", ["chatcmpl-b-12ab34cd", "1_chatcmpl-b-12ab34cd", "resp_b-12ab34cd"])
+def test_a_conversation_brings_its_whole_prompt(world, name):
+    here = world(num_blocks=24)
+    here.add("chatcmpl-a-12ab34cd", prompt(1, 40), hold_seconds=60)
+    here.run()
+    whole = prompt(1, 40) + here.said["chatcmpl-a-12ab34cd"] + [400, 401]
+    evict(here)
+    here.add(name, whole, max_tokens=5, continuation_of="chatcmpl-a")
+    here.add(f"{name[:-1]}0", [9, *whole], max_tokens=5, continuation_of="chatcmpl-a")
+    here.run()
+    assert here.said[name] == expected(whole, 5) and here.prefilled[name] == 1 + 2
+    assert here.said[f"{name[:-1]}0"] == expected([9, *whole], 5) and "fallback" in here.reports[f"{name[:-1]}0"]
+
+
 def test_forks_of_one_state_each_have_a_tail_of_their_own(world):
     here = world()
     here.add("a", prompt(1, 37), max_tokens=3, hold_seconds=60)

@@ -166,6 +166,51 @@ def _chat(server, messages):
     ]
 
 
+def events(http, **fields):
+    with http.stream(
+        "POST", "/v1/completions", json={"model": "m", "temperature": 0, "stream": True, **fields}
+    ) as response:
+        lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+        return response.status_code, [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_a_stream_tells_its_state_and_is_continued(server):
+    status, said = events(server, prompt=TEXT * 4, max_tokens=6, hold_seconds=30)
+    assert status == 200
+    assert "".join(each["choices"][0]["text"] for each in said) == complete(server, TEXT * 4, max_tokens=6)
+    state = said[-1]["choices"][0]["state"]
+    status, more = events(server, prompt=" And", max_tokens=4, continuation_of=state["id"])
+    assert more[-1]["segue"] == {"inherited_tokens": state["held_tokens"], "recomputed_tokens": 0, "new_tokens": 2}
+    assert events(server, prompt=" And", max_tokens=4, continuation_of="nobody")[0] == 404
+    assert server.delete(f"/v1/states/{state['id']}").status_code == 200
+
+
+def test_each_of_several_answers_has_a_state(server):
+    said = ask(server, prompt=TEXT * 2, max_tokens=4, n=2, temperature=0.9, seed=3, hold_seconds=30).json()
+    names = [choice["state"]["id"] for choice in said["choices"]]
+    assert len(set(names)) == 2
+    for choice, name in zip(said["choices"], names, strict=True):
+        longer = ask(server, prompt=" So", max_tokens=4, continuation_of=name).json()
+        whole = complete(server, TEXT * 2 + choice["text"] + " So", max_tokens=4)
+        assert longer["choices"][0]["text"] == whole and longer["segue"]["recomputed_tokens"] == 0
+        assert server.delete(f"/v1/states/{name}").status_code == 200
+
+
+def test_a_beam_search_is_a_continuation(server):
+    """Its lines are those of vLLM's own search over the whole text."""
+    search = {"use_beam_search": True, "n": 4, "max_tokens": 3}
+    first = ask(server, prompt=TEXT * 8, max_tokens=5, hold_seconds=60, job_id="searches").json()
+    evict(server)
+    found = ask(server, prompt=" So the", continuation_of=first["id"], job_id="searches", **search).json()
+    whole = ask(server, prompt=TEXT * 8 + first["choices"][0]["text"] + " So the", **search).json()
+    assert [choice["text"] for choice in found["choices"]] == [choice["text"] for choice in whole["choices"]]
+    held = first["choices"][0]["state"]["held_tokens"]
+    assert found["segue"] == {"inherited_tokens": held, "recomputed_tokens": 0, "new_tokens": 3}
+    assert ask(server, prompt=" x", continuation_of="nobody", **search).status_code == 404
+    assert ask(server, prompt=" x", hold_seconds=5, **search).status_code == 400
+    complete(server, "done", max_tokens=1, job_id="searches", is_last_step=True)
+
+
 def test_what_cannot_be_done_is_refused_with_a_status_and_a_reason(server):
     for status, part, fields in (
         (404, "nobody", {"continuation_of": "nobody"}),

@@ -13,13 +13,15 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from segue.base.errors import InvalidRequest
 from segue.vllm.fields import NAMES
-from segue.vllm.hooks import in_server, take_refusal
+from segue.vllm.hooks import in_server, reports
+from segue.vllm.searches import Search, searching
+from segue.vllm.told import Answer, Send, Told, refuse, respond
 from segue.vllm.versions import check_version
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _PATHS = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
@@ -63,57 +65,41 @@ class Middleware:
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)
-        fields = _lifted(scope["path"], body)
-        if fields is None:
+        lifted = _lifted(scope["path"], body)
+        if lifted is None:
             await self._app(scope, _again(body, receive), send)
             return
-        body, xargs = fields
+        asked, fields = lifted
         headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
         name = next((value.decode("latin-1") for key, value in headers if key == b"x-request-id"), None)
         if name is None:
             name = uuid.uuid4().hex
             headers.append((b"x-request-id", name.encode()))
-        rank = next((self._ranks[known] for known in _claims(xargs) if known in self._ranks), None)
+        rank = next((self._ranks[known] for known in _claims(fields) if known in self._ranks), None)
         if rank is not None and all(key != _RANK_HEADER for key, _ in headers):
             headers.append((_RANK_HEADER, str(rank).encode()))
+        body = json.dumps(asked).encode()
         headers.append((b"content-length", str(len(body)).encode()))
-        answer = _Answer(send)
-        await self._app({**scope, "headers": headers}, _again(body, receive), answer.send)
-        if answer.start is not None:
-            await answer.finish(self._told(_PATHS[scope["path"]] + name, xargs, answer))
-
-    def _told(self, request_id: str, xargs: dict[str, Any], answer: _Answer) -> tuple[int, bytes]:
-        """The answer, with what the scheduler reported in its place."""
-        status = answer.status
-        refusal = take_refusal(request_id) if status >= 400 else None
-        if refusal is not None:
-            error = {"message": refusal["error"], "type": refusal["type"], "code": refusal["status"], "param": None}
-            return refusal["status"], json.dumps({"error": error}).encode()
+        response_id, n = _PATHS[scope["path"]] + name, asked.get("n") or 1
+        answer = Told(send, response_id, n if isinstance(n, int) else 1)
         try:
-            said = json.loads(answer.body)
-            report = (said.get("kv_transfer_params") or {}).pop("segue", None)
-        except (ValueError, AttributeError):
-            return status, answer.body
-        if report is None:
-            return status, answer.body
-        said["kv_transfer_params"] = said["kv_transfer_params"] or None
-        rank = report.pop("rank", 0)
-        state = {
-            "id": report.pop("state_id", None),
-            "num_tokens": report.pop("num_tokens", 0),
-            "held_tokens": report.pop("held_tokens", 0),
-        }
-        if state["id"] is not None:
-            for choice in said.get("choices", ()):
-                choice["state"] = state
-        said["segue"] = report
-        for known in (said.get("id"), state["id"], *_claims(xargs)):
-            if known is not None:
-                self._ranks[known] = rank
-                self._ranks.move_to_end(known)
+            searches = str(asked.get("use_beam_search")).lower() in ("true", "1")
+            searching.set(Search(fields, rank) if searches else None)
+            await self._app({**scope, "headers": headers}, _again(body, receive), answer.send)
+            await answer.finish()
+        except InvalidRequest as error:
+            await refuse(send, error.status, str(error), type(error).__name__)
+        finally:
+            reports.forget(response_id)
+        if answer.rank is not None:
+            self._remember([*answer.names, *_claims(fields)], answer.rank)
+
+    def _remember(self, names: list[str], rank: int) -> None:
+        for name in names:
+            self._ranks[name] = rank
+            self._ranks.move_to_end(name)
         while len(self._ranks) > _MOST_RANKS:
             self._ranks.popitem(last=False)
-        return status, json.dumps(said).encode()
 
     # Operation
 
@@ -123,58 +109,21 @@ class Middleware:
         name = scope["path"].removeprefix("/v1/states/")
         found = await _ask_all(scope, "segue_release", name, query.get("salt", ""))
         if any(found):
-            await _respond(send, 200, {"id": name, "released": True})
+            await respond(send, 200, json.dumps({"id": name, "released": True}).encode())
         else:
-            message = f"no state {name!r:.100} is known"
-            await _respond(
-                send, 404, {"error": {"message": message, "type": "UnknownState", "code": 404, "param": None}}
-            )
+            await refuse(send, 404, f"no state {name!r:.100} is known", "UnknownState")
 
     async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = _Answer(send)
+        answer = Answer(send)
         await self._app(scope, receive, answer.send)
         if answer.start is None:
             return
         text = _as_metrics([status for status in await _ask_all(scope, "segue_status") if status is not None])
-        await answer.finish((answer.status, answer.body + text.encode()))
+        await answer.respond(answer.status, answer.body + text.encode())
 
 
-class _Answer:
-    """A response that is held back until it is whole. One that streams, or is packed, passes at once."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.start: MutableMapping[str, Any] | None = None
-        self.body = b""
-
-    @property
-    def status(self) -> int:
-        assert self.start is not None
-        return int(self.start["status"])
-
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            headers = {key.lower(): value for key, value in message["headers"]}
-            streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
-            if not streams and b"content-encoding" not in headers:
-                self.start = message
-                return
-        elif message["type"] == "http.response.body" and self.start is not None:
-            self.body += message.get("body", b"")
-            return
-        await self._send(message)
-
-    async def finish(self, told: tuple[int, bytes]) -> None:
-        status, body = told
-        assert self.start is not None
-        headers = [pair for pair in self.start["headers"] if pair[0].lower() != b"content-length"]
-        headers.append((b"content-length", str(len(body)).encode()))
-        await self._send({**self.start, "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
-
-
-def _lifted(path: str, body: bytes) -> tuple[bytes, dict[str, Any]] | None:
-    """The body with our fields where vLLM passes them on; None if there are none."""
+def _lifted(path: str, body: bytes) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The request with our fields where vLLM passes them on, and these; None if there are none."""
     try:
         asked = json.loads(body)
     except ValueError:
@@ -192,12 +141,12 @@ def _lifted(path: str, body: bytes) -> tuple[bytes, dict[str, Any]] | None:
         if suffix is not None and not asked.get("prompt"):
             asked["prompt"] = suffix
         asked.setdefault("add_special_tokens", False)
-    return json.dumps(asked).encode(), xargs
+    return asked, {name: xargs[name] for name in NAMES if name in xargs}
 
 
-def _claims(xargs: dict[str, Any]) -> list[str]:
+def _claims(fields: dict[str, Any]) -> list[str]:
     """Under which names an engine may have something for this request."""
-    parent, job = xargs.get("continuation_of"), xargs.get("job_id")
+    parent, job = fields.get("continuation_of"), fields.get("job_id")
     return [str(parent)] if parent is not None else [f"job {job}"] if job is not None else []
 
 
@@ -248,10 +197,3 @@ def _again(body: bytes, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return first
-
-
-async def _respond(send: Send, status: int, content: dict[str, Any]) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -1,15 +1,14 @@
-"""The two places where vLLM itself is added to: a way to ask its engine's scheduler, and to hear why that refused a request."""
+"""The places where vLLM itself is added to: a way to ask its engine's scheduler, to hear what that says of requests, and to make
+its beam search a continuation."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any
 
-_MOST_REFUSALS = 1024
-refusals: OrderedDict[str, dict[str, Any]] = (
-    OrderedDict()
-)  # by request id, as vLLM has it, until the answer is on its way
+from segue.vllm.reports import Reports
+from segue.vllm.searches import continuing
+
+reports = Reports()
 
 
 def in_engine() -> None:
@@ -22,18 +21,20 @@ def in_engine() -> None:
 
 def in_server() -> None:
     """Called by our middleware, in the process that answers. A second time does nothing."""
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
     from vllm.v1.engine.output_processor import OutputProcessor
 
     process = OutputProcessor.process_outputs
-    if getattr(process, "notes_refusals", False):
+    if getattr(process, "is_heard", False):
         return
 
     def process_outputs(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        _note_refusals(outputs)
+        reports.hear(outputs)
         return process(self, outputs, *args, **kwargs)
 
-    process_outputs.notes_refusals = True  # type: ignore[attr-defined]
+    process_outputs.is_heard = True  # type: ignore[attr-defined]
     OutputProcessor.process_outputs = process_outputs
+    BeamSearchOnlineMixin.beam_search = continuing(BeamSearchOnlineMixin.beam_search, reports)
 
 
 def _status(core: Any) -> Any:
@@ -42,20 +43,3 @@ def _status(core: Any) -> Any:
 
 def _release(core: Any, name: str, salt: str) -> Any:
     return core.scheduler.segue_release(name, salt)
-
-
-def _note_refusals(outputs: Iterable[Any]) -> None:
-    for output in outputs:
-        params = output.kv_transfer_params
-        if params is not None and "error" in (report := params.get("segue") or {}):
-            refusals[output.request_id] = report
-            while len(refusals) > _MOST_REFUSALS:
-                refusals.popitem(last=False)
-
-
-def take_refusal(prefix: str) -> dict[str, Any] | None:
-    """Of the request whose id begins like this: vLLM adds to the ids it is given."""
-    for request_id in reversed(refusals):
-        if request_id.startswith(prefix):
-            return refusals.pop(request_id)
-    return None

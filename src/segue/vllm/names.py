@@ -9,6 +9,12 @@ from collections.abc import Callable
 from segue.vllm.turns import Asked
 
 _RANDOM_PART = re.compile(r"-[0-9a-f]{8}$")  # vLLM adds it to the ids that callers choose
+_CONVERSATION = re.compile(r"(\d+_)?(chatcmpl-|resp_)")  # the first part tells the answers to one request apart
+
+
+def is_conversation(request_id: str) -> bool:
+    """Whether the prompt has all that was said before, and not only what is new."""
+    return _CONVERSATION.match(request_id) is not None
 
 
 def names_of(asked: Asked) -> list[str]:

@@ -24,7 +24,7 @@ from segue.state import State, StateLedger
 from segue.vllm.blocks import VLLMBlocks
 from segue.vllm.fields import Fields, read_fields
 from segue.vllm.hooks import in_engine
-from segue.vllm.names import Names, names_of
+from segue.vllm.names import Names, is_conversation, names_of
 from segue.vllm.options import Options
 from segue.vllm.queue import PolicyQueue
 from segue.vllm.room import Room
@@ -162,7 +162,7 @@ class _Continuing(_Base):
         if request.sampling_params.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs", "a continuation's prompt is not computed again, so there are none")
         known = parent.tokens.tolist()
-        is_whole = request.request_id.startswith("chatcmpl-")
+        is_whole = is_conversation(request.request_id)
         if is_whole and own[: len(known)] != known:
             asked.why_not = "the chat's prompt does not begin with the parent's tokens"
             return
