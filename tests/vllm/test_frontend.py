@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,8 +38,8 @@ class App:
             await send({"type": "http.response.body", "body": part, "more_body": at + 1 < len(self.parts)})
 
 
-def ask(app, middleware=None, path="/v1/completions", **body):
-    """Status and body."""
+def ask(app, middleware=None, path="/v1/completions", ranks=(0,), **body):
+    """Status and body. `ranks`: of the engines that the server has."""
     sent = []
 
     async def receive():
@@ -49,7 +50,10 @@ def ask(app, middleware=None, path="/v1/completions", **body):
 
     middleware = middleware or Middleware(app)
     middleware._app = app
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"content-type", b"application/json")]}
+    server = SimpleNamespace(
+        engine_client=SimpleNamespace(engine_core=SimpleNamespace(engine_ranks_managed=list(ranks)))
+    )
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "app": SimpleNamespace(state=server)}
     asyncio.run(middleware(scope, receive, send))
     assert [message["type"] for message in sent].count("http.response.start") == 1
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
@@ -116,21 +120,22 @@ def test_a_refusal_has_its_status_and_reason(path, name, streams):
     assert not reports._noted
 
 
-def test_a_continuation_goes_to_the_engine_that_has_its_parent():
+@pytest.mark.parametrize("ranks, told", [((0, 1), b"1"), ((1, 2), b"0"), ((1,), None), ((2, 3), None)])
+def test_a_continuation_goes_to_the_engine_that_has_its_parent(ranks, told):
     middleware = Middleware(None)
     app = App([answer({"index": 0, "text": ""})], [("cmpl-NAME-0-12ab34cd", COUNTS | STATE | {"rank": 1})])
-    ask(app, middleware, prompt="x", hold_seconds=5, job_id="j")
+    ask(app, middleware, prompt="x", hold_seconds=5, job_id="j", ranks=ranks)
     assert b"x-data-parallel-rank" not in app.headers
     for fields in ({"continuation_of": STATE["state_id"]}, {"continuation_of": "cmpl-x"}, {"job_id": "j"}):
         app.hears = []
-        ask(app, middleware, prompt="y", **fields)
-        assert app.headers[b"x-data-parallel-rank"] == b"1"
+        ask(app, middleware, prompt="y", ranks=ranks, **fields)
+        assert app.headers.get(b"x-data-parallel-rank") == told
     refused = {"error": "gone", "type": "StateGone", "status": 410}
     app.hears, app.status = [("cmpl-NAME-0-12ab34cd", refused)], 500
-    ask(app, middleware, prompt="y", continuation_of="cmpl-x")
+    ask(app, middleware, prompt="y", continuation_of="cmpl-x", ranks=ranks)
     app.hears, app.status = [], 200
-    ask(app, middleware, prompt="y", continuation_of="cmpl-x")
-    assert app.headers[b"x-data-parallel-rank"] == b"1"  # a refusal changes nothing
+    ask(app, middleware, prompt="y", continuation_of="cmpl-x", ranks=ranks)
+    assert app.headers.get(b"x-data-parallel-rank") == told  # a refusal changes nothing
 
 
 @pytest.mark.parametrize("field", [{"hold_seconds": 5}, {"state_id": "a"}])

@@ -42,11 +42,11 @@ def folder(tmp_path_factory):
 
 
 @contextmanager
-def served(command, *flags):
+def served(command, *flags, threads="0-1"):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1"}
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": threads, "HF_HUB_OFFLINE": "1"}
     usual = f"--port {port} --block-size 32 --dtype float32 --enforce-eager --max-model-len 1024".split()
     process = subprocess.Popen(
         [*command, *usual, *flags], env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -248,6 +248,22 @@ def test_many_with_long_holds_all_end_and_all_blocks_come_free(server):
     time.sleep(2)
     complete(server, "done", max_tokens=1)
     assert metric(server, "leased_blocks") == 0 and metric(server, "kv_cache_usage_perc") == 0
+
+
+def test_with_two_engines_what_continues_goes_to_the_one_that_has_it(folder):
+    flags = ["--served-model-name", "m", "--num-gpu-blocks-override", "40", "--data-parallel-size", "2"]
+    with served(ours(folder), *flags, threads="0|1") as http:
+        firsts = [ask(http, prompt=f"{at} {TEXT * 4}", max_tokens=4, hold_seconds=60).json() for at in range(4)]
+        engines = [line for line in http.get("/metrics").text.splitlines() if line.startswith("vllm:request_success_total")]
+        answered = [line for line in engines if 'reason="length"' in line and not line.endswith(" 0.0")]
+        assert len(answered) == 2, "one engine had nothing to do"
+        for first in firsts:
+            state, search = first["choices"][0]["state"], {"use_beam_search": True, "n": 2}
+            for fields in ({}, search):
+                longer = ask(http, prompt=" So", max_tokens=2, continuation_of=first["id"], **fields).json()
+                assert longer["segue"]["inherited_tokens"] == state["held_tokens"]
+            assert http.delete(f"/v1/states/{first['id']}").status_code == 200
+        assert metric(http, "leased_blocks") == 0
 
 
 OFFLINE = """

@@ -75,7 +75,7 @@ class Middleware:
         if name is None:
             name = uuid.uuid4().hex
             headers.append((b"x-request-id", name.encode()))
-        rank = next((self._ranks[known] for known in _claims(fields) if known in self._ranks), None)
+        rank = _route(scope, next((self._ranks[known] for known in _claims(fields) if known in self._ranks), None))
         if rank is not None and all(key != _RANK_HEADER for key, _ in headers):
             headers.append((_RANK_HEADER, str(rank).encode()))
         body = json.dumps(asked).encode()
@@ -150,9 +150,20 @@ def _claims(fields: dict[str, Any]) -> list[str]:
     return [str(parent)] if parent is not None else [f"job {job}"] if job is not None else []
 
 
+def _core(scope: Scope) -> Any:
+    """vLLM's client of its engines, in a server."""
+    return getattr(getattr(scope["app"].state, "engine_client", None), "engine_core", None)
+
+
+def _route(scope: Scope, rank: int | None) -> int | None:
+    """Which of a server's engines has this rank: it may have some of them only, and one needs no choice."""
+    ranks = getattr(_core(scope), "engine_ranks_managed", ())
+    return ranks.index(rank) if len(ranks) > 1 and rank in ranks else None
+
+
 async def _ask_all(scope: Scope, method: str, *args: Any) -> list[Any]:
     """All engines that this server has; what a client cannot be asked is not known."""
-    core = getattr(getattr(scope["app"].state, "engine_client", None), "engine_core", None)
+    core = _core(scope)
     if core is None or not hasattr(core, "_call_utility_async"):
         return []
     engines = getattr(core, "core_engines", None) or [core.core_engine]

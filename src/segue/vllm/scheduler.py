@@ -71,7 +71,7 @@ class _Continuing(_Base):
         self._asked: dict[str, Asked] = {}
         self._names = Names(8 * options.max_states, lambda request_id: self.states.get(request_id) is not None)
         self._refused: dict[str, tuple[Request, SegueError]] = {}  # not told yet
-        self._rank = int(config.parallel_config.data_parallel_rank)
+        self._rank = int(config.parallel_config.data_parallel_index)  # the rank is 0 in engines that share no experts
         self._count = 0
         self._planned_at = 0.0
         self._has_connector = self.connector is not None
