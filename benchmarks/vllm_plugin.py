@@ -1,9 +1,11 @@
 """What the plugin costs vLLM, and what its policies bring there: run it with the Python of an environment that has vLLM.
 
-    .vllm-env/bin/python benchmarks/vllm_plugin.py [--only steps|agents] [--rounds N] [--jps RATE] [--jobs N] [--blocks N]
+    .vllm-env/bin/python benchmarks/vllm_plugin.py [--only steps|agents|beams] [--rounds N] [--jps RATE] [--jobs N] [--blocks N]
 
 steps:  256 requests that decode, no model: vLLM's scheduler with the plugin, over without.
 agents: the eight-turn job of `policies.py` on vLLM's CPU engine, with a pool that is too small for its jobs.
+beams:  three tokens after 705 that are held, 32 wide: vLLM's own search, and the same as a continuation. With a GPU on it, and
+        Qwen3-1.7B's shape (`--large`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,10 @@ CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 2048, "hidden_size": 256,
     "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LARGE = CONFIG | {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "torch_dtype": "bfloat16",
 }  # fmt: skip
 WITHOUT = "vLLM alone"
 POLICIES = (WITHOUT, "fcfs", "continuum", "adaptive")
@@ -205,23 +211,87 @@ def play(options: argparse.Namespace) -> dict[str, float]:
     return {"seconds": round(statistics.mean(took), 3), "computed": computed, "needed": needed}
 
 
+# Beams
+
+
+def beams(options: argparse.Namespace, width: int = 32, length: int = 705) -> None:
+    """In turns, and each on a prompt of its own: else one would find the other's lines in the cache."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from vllm import LLM, SamplingParams
+    from vllm.sampling_params import BeamSearchParams
+
+    from segue.vllm.beams import beam_search
+
+    config = LARGE if options.large else CONFIG
+    folder = tempfile.mkdtemp(prefix="segue-bench-")
+    Path(folder, "config.json").write_text(json.dumps(config))
+    words = Tokenizer(models.WordLevel({f"t{at}": at for at in range(config["vocab_size"])}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t2", bos_token="t1").save_pretrained(
+        folder
+    )
+    own = {"gpu_memory_utilization": 0.5} if options.large else {"enforce_eager": True, "block_size": 32}
+    llm = LLM(
+        folder, load_format="dummy", dtype=config["torch_dtype"], max_model_len=4096, max_logprobs=128, seed=0,
+        scheduler_cls="segue.vllm.Scheduler", **own,
+    )  # fmt: skip
+    randomly, suffix = random.Random(0), [11, 12, 13, 14]
+
+    def held() -> tuple[str, list[int]]:
+        """A state, and all that it has."""
+        prompt, name = [randomly.randrange(5, config["vocab_size"]) for _ in range(length)], f"s{randomly.random()}"
+        params = SamplingParams(
+            max_tokens=1, temperature=0, detokenize=False, extra_args={"hold_seconds": 60, "state_id": name}
+        )
+        said = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0].token_ids
+        return name, [*prompt, *said]
+
+    def search(tokens: list[int]) -> list[list[int]]:
+        params = BeamSearchParams(beam_width=width, max_tokens=3, ignore_eos=True)
+        found = llm.beam_search([{"prompt_token_ids": [*tokens, *suffix]}], params)[0].sequences
+        return [list(line.tokens[-3:]) for line in found]
+
+    def continued(name: str) -> list[list[int]]:
+        return [list(line.token_ids) for line in beam_search(llm, name, suffix, width=width, max_tokens=3)]
+
+    name, tokens = held()
+    same = sum(line in search(tokens) for line in continued(name))
+    taken: dict[str, list[float]] = {"vLLM's own": [], "continued": []}
+    for _ in range(options.rounds * 3):
+        for way in taken:
+            name, tokens = held()
+            began = time.perf_counter()
+            search(tokens) if way == "vLLM's own" else continued(name)
+            taken[way].append((time.perf_counter() - began) * 1e3)
+    own_ms, ours_ms = (statistics.median(each) for each in taken.values())
+    print(
+        f"beams {width} x 3 after {length} held: vLLM's own {own_ms:.1f} ms, continued {ours_ms:.1f} "
+        f"({ours_ms / own_ms:.2f}); {same} of {width} lines the same",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["steps", "agents"])
+    parser.add_argument("--only", choices=["steps", "agents", "beams"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jps", type=float, default=2.0, help="agents: jobs a second")
     parser.add_argument("--jobs", type=int, default=40)
     parser.add_argument("--blocks", type=int, default=400)
     parser.add_argument("--scale", type=float, default=0.5, help="of the tools' times")
+    parser.add_argument("--large", action="store_true", help="beams: with Qwen3-1.7B's shape")
     parser.add_argument("--as", dest="policy", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.policy is not None:
         print("RESULT", json.dumps(play(options)), flush=True)
         return
-    if options.only != "agents":
+    if options.only in (None, "steps"):
         steps(max(options.rounds, 3) * 3)
-    if options.only != "steps":
+    if options.only in (None, "agents"):
         agents(options)
+    if options.only in (None, "beams"):
+        beams(options)
 
 
 if __name__ == "__main__":
