@@ -225,7 +225,7 @@ def test_what_cannot_be_done_is_refused_with_a_status_and_a_reason(server):
 @pytest.mark.parametrize("flags", [[], ["--hold"]])
 def test_pins_hold_through_a_jobs_tool_calls(server, flags, capsys):
     assert metric(server, "leased_blocks") == 0
-    assert main(["verify-pins", str(server.base_url), "--gap", "0.5", *flags]) == 0, capsys.readouterr().out
+    assert main(["verify-pins", "--url", str(server.base_url), "--gap", "0.5", *flags]) == 0, capsys.readouterr().out
 
 
 def test_many_with_long_holds_all_end_and_all_blocks_come_free(server):

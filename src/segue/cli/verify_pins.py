@@ -36,7 +36,8 @@ class Row:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="default: http://127.0.0.1:8000")
+    command.add_argument("url", nargs="?", default=argparse.SUPPRESS, help="default: http://127.0.0.1:8000")
+    command.add_argument("--url", help="the same", default="http://127.0.0.1:8000")
     command.add_argument("--key", help="API key")
     command.add_argument("--gap", type=float, default=1.0, metavar="SECONDS", help="how long a tool takes (default: 1)")
     command.add_argument("--hold", action="store_true", help="ask for holds, instead of leaving it to the policy")
