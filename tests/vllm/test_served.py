@@ -254,7 +254,9 @@ def test_with_two_engines_what_continues_goes_to_the_one_that_has_it(folder):
     flags = ["--served-model-name", "m", "--num-gpu-blocks-override", "40", "--data-parallel-size", "2"]
     with served(ours(folder), *flags, threads="0|1") as http:
         firsts = [ask(http, prompt=f"{at} {TEXT * 4}", max_tokens=4, hold_seconds=60).json() for at in range(4)]
-        engines = [line for line in http.get("/metrics").text.splitlines() if line.startswith("vllm:request_success_total")]
+        engines = [
+            line for line in http.get("/metrics").text.splitlines() if line.startswith("vllm:request_success_total")
+        ]
         answered = [line for line in engines if 'reason="length"' in line and not line.endswith(" 0.0")]
         assert len(answered) == 2, "one engine had nothing to do"
         for first in firsts:
