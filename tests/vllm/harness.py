@@ -47,7 +47,16 @@ def model_folder() -> str:
 
 
 def make_config(
-    *, num_blocks=64, is_async=False, options=None, max_seqs=16, budget=512, offloads=False, has_lora=False, **parallel
+    *,
+    num_blocks=64,
+    is_async=False,
+    options=None,
+    max_seqs=16,
+    budget=512,
+    offloads=False,
+    has_lora=False,
+    order="fcfs",
+    **parallel,
 ):
     """`offloads`: with vLLM's offloading connector, and host memory for 1,000 blocks."""
     offloading = KVTransferConfig(
@@ -64,6 +73,7 @@ def make_config(
             max_model_len=1024,
             is_encoder_decoder=False,
             async_scheduling=is_async,
+            policy=order,
         ),
         parallel_config=ParallelConfig(**parallel),
         device_config=DeviceConfig(device="cpu"),
@@ -132,12 +142,12 @@ class World:
         self._host: dict[tuple[int, int], tuple[int, ...]] = {}  # as `kv`, of what was offloaded
         self._to_store: dict[int, object] = {}
 
-    def add(self, name, tokens, max_tokens=4, *, salt=None, lora=None, **fields):
+    def add(self, name, tokens, max_tokens=4, *, salt=None, lora=None, embeds=None, **fields):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=fields or None)
         params.update_from_generation_config({}, EOS) if hasattr(params, "update_from_generation_config") else None
         request = Request(
-            request_id=name, prompt_token_ids=list(tokens), sampling_params=params, pooling_params=None, cache_salt=salt,
-            block_hasher=HASHER, lora_request=lora,
+            request_id=name, prompt_token_ids=list(tokens), prompt_embeds=embeds, sampling_params=params, pooling_params=None,
+            cache_salt=salt, block_hasher=HASHER, lora_request=lora,
         )  # fmt: skip
         self.scheduler.add_request(request)
         return request

@@ -4,9 +4,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
+
 from segue.base.errors import InvalidRequest
+from segue.vllm.tokens import decoder
 from segue.vllm.versions import UnsupportedVLLM
-from tests.vllm.harness import BLOCK, PlainScheduler, World, expected, make_scheduler, prompt
+from tests.vllm.harness import BLOCK, PlainScheduler, World, expected, make_config, make_scheduler, prompt
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
@@ -61,6 +64,95 @@ def test_a_conversation_brings_its_whole_prompt(world, name):
     here.run()
     assert here.said[name] == expected(whole, 5) and here.prefilled[name] == 1 + 2
     assert here.said[f"{name[:-1]}0"] == expected([9, *whole], 5) and "fallback" in here.reports[f"{name[:-1]}0"]
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_request_may_say_that_its_prompt_is_whole(world, is_whole):
+    here = world()
+    here.add("a", prompt(1, 40), hold_seconds=60)
+    here.run()
+    known = prompt(1, 40) + here.said["a"]
+    here.add("3-12ab34cd", [*known, 400], continuation_of="a", whole_prompt=is_whole)
+    here.run()
+    assert here.said["3-12ab34cd"] == expected([*([] if is_whole else known), *known, 400], 4)
+
+
+def test_what_is_not_text_alone_is_not_continued(world):
+    """Its tokens do not say what came before: computed again, they would be other KV under the same hashes."""
+    here = world()
+    here.add("a", [0] * 40, embeds=torch.zeros(40, 128), hold_seconds=60, job_id="j")
+    here.step()
+    here.add("heir", [300], continuation_of="a")
+    here.run()
+    here.add("late", [300], continuation_of="a")
+    here.run()
+    assert [here.reports[name]["status"] for name in ("heir", "late")] == [409, 409]
+    assert "more than text" in here.reports["late"]["error"] and "state_id" not in here.reports["a"]
+    here.clock.advance(61)
+    here.add("last", prompt(2, 10), job_id="j", is_last_step=True)
+    here.run()
+    assert here.num_free == here.num_blocks
+
+
+def test_a_long_salt_is_a_tenant_of_its_own_and_is_not_kept(world):
+    here, salts = world(), ["x" * 1000, "x" * 1000 + "y", "team\0" + "x" * 1000]
+    for at, salt in enumerate(salts):
+        here.add(f"a{at}", prompt(1, 40), salt=salt, state_id="same", hold_seconds=60)
+        here.run()
+        here.add(f"b{at}", [300 + at], salt=salt, continuation_of="same")
+        here.run()
+        assert here.prefilled[f"b{at}"] == 2
+    assert max(len(salt) for salt, _ in here.scheduler._names._ended) < 100
+    assert here.scheduler.states.get("a2").scope.tenant == "team"
+    assert all(here.scheduler.segue_release("same", salt) for salt in salts) and here.num_free == here.num_blocks
+
+
+def test_whatever_goes_wrong_with_one_request_is_its_own(world, monkeypatch):
+    here = world()
+    here.add("huge", [300], hold_seconds=2**62)
+    monkeypatch.setattr(here.scheduler, "_inherit", lambda asked: 1 / 0)
+    here.add("unlucky", [300], continuation_of="huge")
+    here.add("fine", prompt(1, 30))
+    here.run()
+    assert here.said["fine"] == expected(prompt(1, 30), 4)
+    assert here.reports["huge"]["status"] == 400 and here.reports["unlucky"]["status"] == 500
+
+
+def test_a_tokenizer_that_fails_costs_tool_calls_and_nothing_else(world, monkeypatch):
+    config = make_config()
+    assert decoder(config) is None
+    monkeypatch.setattr("vllm.tokenizers.cached_tokenizer_from_config", lambda config: 1 / 0)
+    assert decoder(config) is None
+
+    class Strict:
+        def decode(self, tokens, skip_special_tokens):
+            raise IndexError("no such token")
+
+    monkeypatch.setattr("vllm.tokenizers.cached_tokenizer_from_config", lambda config: Strict())
+    assert decoder(config)([5]) == ""
+
+
+def test_an_heir_is_not_taken_for_one_that_has_ended(world):
+    """Beside a connector vLLM counts those that are in no queue; while it is paused, it would go on for ever."""
+    here = world(offloads=True)
+    here.add("a", prompt(1, 40), max_tokens=30)
+    here.step()
+    here.add("heir", [300], continuation_of="a")
+    here.step()
+    assert not here.scheduler.finished_req_ids and not here.scheduler.has_finished_requests()
+    here.run()
+    assert here.said["heir"] == expected(prompt(1, 40) + here.said["a"] + [300], 4)
+
+
+def test_those_that_cannot_run_yet_do_not_count_as_admitted(world):
+    here = world(options={"policy": "continuum"})
+    queue = here.scheduler.waiting
+    for at in range(3):
+        here.add(f"r{at}", prompt(at, 20))
+    before = queue._queue.num_admitted
+    queue.prepend_requests([queue.pop_request() for _ in range(3)])
+    assert queue._queue.num_admitted == before and len(queue) == 3
+    here.run()
 
 
 def test_forks_of_one_state_each_have_a_tail_of_their_own(world):
@@ -220,6 +312,8 @@ def test_a_state_can_be_let_go_by_any_of_its_names(world):
 def test_what_it_cannot_be_part_of_is_refused_at_the_start(world):
     with pytest.raises(UnsupportedVLLM, match="2 groups"):
         make_scheduler(num_groups=2)
+    with pytest.raises(UnsupportedVLLM, match="--policy priority"):
+        make_scheduler(order="priority")
     with pytest.raises(InvalidRequest, match="polcy"):
         make_scheduler(options={"polcy": "fcfs"})
     with pytest.raises(InvalidRequest, match="nonsense"):

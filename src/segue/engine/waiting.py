@@ -20,7 +20,7 @@ class WaitingQueue:
         self._entries: dict[int, int] = {}  # sequence id -> the one entry of it that counts
         self._count = 0
         self._fair_every = fair_every
-        self._num_admitted = 0
+        self.num_admitted = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -39,14 +39,14 @@ class WaitingQueue:
             heapq.heapify(heap)
 
     def peek(self) -> Sequence | None:
-        if self._fair_every is not None and self._num_admitted % self._fair_every == self._fair_every - 1:
+        if self._fair_every is not None and self.num_admitted % self._fair_every == self._fair_every - 1:
             return self._first(self._by_age)
         return self._first(self._heap)
 
     def admit(self, sequence: Sequence) -> None:
         """It runs."""
         self.remove(sequence)
-        self._num_admitted += 1
+        self.num_admitted += 1
 
     def remove(self, sequence: Sequence) -> None:
         """Does nothing if the sequence is not waiting."""

@@ -39,7 +39,13 @@ def beam_search(
     if width < 1 or max_tokens < 1 or not suffix:
         raise ValueError("a search needs a width, tokens to find, and a suffix that it follows")
     params = SamplingParams(
-        logprobs=2 * width, max_tokens=1, temperature=0.0, detokenize=False, extra_args={"continuation_of": parent}
+        logprobs=2 * width,
+        flat_logprobs=True,  # lists of numbers, instead of an object for each
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
+        skip_clone=True,
+        extra_args={"continuation_of": parent},
     )
     salt = {"cache_salt": cache_salt} if cache_salt is not None else {}
     beams: list[FoundBeam] = [FoundBeam((), 0.0, 0.0)]
@@ -62,4 +68,5 @@ def _candidates(output: Any) -> list[tuple[int, float]]:
     answer = output.outputs[0]
     if answer.finish_reason == "error":
         raise SegueError((output.kv_transfer_params or {}).get("segue", {}).get("error", "the engine gave no reason"))
-    return [(token, entry.logprob) for token, entry in answer.logprobs[0].items()]
+    found = answer.logprobs
+    return list(dict(zip(found.token_ids, found.logprobs, strict=True)).items())  # the sampled token comes twice

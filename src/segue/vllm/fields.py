@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from segue.base.errors import InvalidRequest
 
-NAMES = ("job_id", "is_last_step", "hold_seconds", "continuation_of", "state_id")
+NAMES = ("job_id", "is_last_step", "hold_seconds", "continuation_of", "state_id", "whole_prompt")
 _MOST_CHARS = 256
 _MOST_SECONDS = 7 * 86400.0
 
@@ -17,13 +16,14 @@ _MOST_SECONDS = 7 * 86400.0
 @dataclass(frozen=True, slots=True)
 class Fields:
     """`hold_seconds` keeps the answer's KV for that long, whatever the policy thinks; `state_id` is the name to continue it by,
-    beside the request's own."""
+    beside the request's own. `whole_prompt`: a continuation's prompt has its parent's tokens in it, as a chat's has."""
 
     job_id: str | None = None
     is_last_step: bool = False
     hold_seconds: float | None = None
     continuation_of: str | None = None
     state_id: str | None = None
+    whole_prompt: bool | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -43,7 +43,10 @@ def read_fields(extra: Mapping[str, Any] | None) -> Fields:
         hold_seconds=_seconds(extra, "hold_seconds"),
         continuation_of=_name(extra, "continuation_of"),
         state_id=_name(extra, "state_id"),
+        whole_prompt=_flag(extra, "whole_prompt") if extra.get("whole_prompt") is not None else None,
     )
+    if fields.whole_prompt is not None and fields.continuation_of is None:
+        raise InvalidRequest("whole_prompt", "is about a continuation: give continuation_of")
     if fields.is_last_step and fields.job_id is None:
         raise InvalidRequest("is_last_step", "ends a job: give job_id")
     if fields.is_last_step and fields.hold_seconds:
@@ -75,7 +78,7 @@ def _seconds(extra: Mapping[str, Any], field: str) -> float | None:
     value = extra.get(field)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidRequest(field, f"must be a number of seconds, not {value!r:.60}")
     if not 0 <= value <= _MOST_SECONDS:
         raise InvalidRequest(field, f"must be from 0 to {_MOST_SECONDS:.0f}, not {value!r:.60}")

@@ -11,11 +11,14 @@ import json
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
+from urllib.parse import parse_qs
 
 from segue.base.errors import InvalidRequest
 from segue.vllm.fields import NAMES
 from segue.vllm.hooks import in_server, reports
+from segue.vllm.reports import Hearing, hearing
 from segue.vllm.searches import Search, searching
 from segue.vllm.told import Answer, Send, Told, refuse, respond
 from segue.vllm.versions import check_version
@@ -27,6 +30,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 _PATHS = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 _MOST_BYTES = 64 << 20
 _MOST_RANKS = 100_000
+_PATIENCE = 2.0  # seconds, with engines that are asked how they are
 _RANK_HEADER = b"x-data-parallel-rank"
 _GAUGES = {
     "kv_blocks": "KV blocks there are",
@@ -47,7 +51,7 @@ class Middleware:
         check_version()
         in_server()
         self._app = app
-        self._ranks: OrderedDict[str, int] = OrderedDict()  # of data parallel engines: who has a state, or a job's KV
+        self._ranks: OrderedDict[tuple[str, str], int] = OrderedDict()  # who has a tenant's state, or a job's KV
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,7 +59,7 @@ class Middleware:
         elif scope["method"] == "POST" and scope["path"] in _PATHS:
             await self._generate(scope, receive, send)
         elif scope["method"] == "DELETE" and scope["path"].startswith("/v1/states/"):
-            await self._release(scope, send)
+            await self._release(scope, receive, send)
         elif scope["method"] == "GET" and scope["path"].rstrip("/") == "/metrics":
             await self._metrics(scope, receive, send)
         else:
@@ -64,24 +68,28 @@ class Middleware:
     # Requests
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _read(receive)
-        lifted = _lifted(scope["path"], body)
+        body, is_whole = await _read(receive)
+        lifted = _lifted(scope["path"], body) if is_whole else None
         if lifted is None:
-            await self._app(scope, _again(body, receive), send)
+            await self._app(scope, _again(body, receive, more=not is_whole), send)
             return
         asked, fields = lifted
         headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
         name = next((value.decode("latin-1") for key, value in headers if key == b"x-request-id"), None)
         if name is None:
-            name = uuid.uuid4().hex
+            given = asked.get("request_id")
+            name = given if isinstance(given, str) and given.isascii() and given.isprintable() else uuid.uuid4().hex
             headers.append((b"x-request-id", name.encode()))
-        rank = _route(scope, next((self._ranks[known] for known in _claims(fields) if known in self._ranks), None))
+        salt = str(asked.get("cache_salt") or "")
+        claims = [(salt, claim) for claim in _claims(fields)]
+        rank = _route(scope, next((self._ranks[claim] for claim in claims if claim in self._ranks), None))
         if rank is not None and all(key != _RANK_HEADER for key, _ in headers):
             headers.append((_RANK_HEADER, str(rank).encode()))
         body = json.dumps(asked).encode()
         headers.append((b"content-length", str(len(body)).encode()))
-        response_id, n = _PATHS[scope["path"]] + name, asked.get("n") or 1
-        answer = Told(send, response_id, n if isinstance(n, int) else 1)
+        here = Hearing(_PATHS[scope["path"]] + name)
+        answer = Told(send, here)
+        hearing.set(here)
         try:
             searches = str(asked.get("use_beam_search")).lower() in ("true", "1")
             searching.set(Search(fields, rank) if searches else None)
@@ -90,12 +98,14 @@ class Middleware:
         except InvalidRequest as error:
             await refuse(send, error.status, str(error), type(error).__name__)
         finally:
-            reports.forget(response_id)
-        if answer.rank is not None:
-            self._remember([*answer.names, *_claims(fields)], answer.rank)
+            reports.forget(here)
+        if here.found and here.refusal is None:
+            first = here.found[min(here.found)].get("rank", 0)
+            named = {(salt, name): rank for name, rank in answer.ranks.items()}
+            self._remember({(salt, here.response_id): first} | dict.fromkeys(claims, first) | named)
 
-    def _remember(self, names: list[str], rank: int) -> None:
-        for name in names:
+    def _remember(self, ranks: dict[tuple[str, str], int]) -> None:
+        for name, rank in ranks.items():
             self._ranks[name] = rank
             self._ranks.move_to_end(name)
         while len(self._ranks) > _MOST_RANKS:
@@ -103,22 +113,33 @@ class Middleware:
 
     # Operation
 
-    async def _release(self, scope: Scope, send: Send) -> None:
-        """`?salt=` is the `cache_salt` that the state was made with."""
-        query = dict(part.partition("=")[::2] for part in scope.get("query_string", b"").decode().split("&") if part)
+    async def _release(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`?salt=` is the `cache_salt` that the state was made with. vLLM has no such path, and says so to whoever may ask."""
+        answer = Answer(send)
+        await self._app(scope, receive, answer.send)
+        if answer.start is None:
+            return
+        if answer.status not in (404, 405):
+            await answer.respond(answer.status, answer.body)
+            return
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
         name = scope["path"].removeprefix("/v1/states/")
-        found = await _ask_all(scope, "segue_release", name, query.get("salt", ""))
+        found = await _ask_all(scope, "segue_release", name, query.get("salt", [""])[0])
         if any(found):
             await respond(send, 200, json.dumps({"id": name, "released": True}).encode())
         else:
             await refuse(send, 404, f"no state {name!r:.100} is known", "UnknownState")
 
     async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Without ours, if an engine does not answer: then vLLM's own are needed most."""
         answer = Answer(send)
         await self._app(scope, receive, answer.send)
         if answer.start is None:
             return
-        text = _as_metrics([status for status in await _ask_all(scope, "segue_status") if status is not None])
+        text = ""
+        with suppress(Exception):
+            statuses = await asyncio.wait_for(_ask_all(scope, "segue_status"), _PATIENCE)
+            text = _as_metrics([status for status in statuses if status is not None])
         await answer.respond(answer.status, answer.body + text.encode())
 
 
@@ -126,7 +147,7 @@ def _lifted(path: str, body: bytes) -> tuple[dict[str, Any], dict[str, Any]] | N
     """The request with our fields where vLLM passes them on, and these; None if there are none."""
     try:
         asked = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(asked, dict):
         return None
@@ -189,7 +210,8 @@ def _as_metrics(statuses: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, f"segue:kv_cache_usage_perc {used}", ""])
 
 
-async def _read(receive: Receive) -> bytes:
+async def _read(receive: Receive) -> tuple[bytes, bool]:
+    """The body, and whether that is all: of a very long one, the beginning."""
     parts, size = [], 0
     while True:
         message = await receive()
@@ -197,12 +219,12 @@ async def _read(receive: Receive) -> bytes:
         size += len(part)
         parts.append(part)
         if not message.get("more_body") or size > _MOST_BYTES:
-            return b"".join(parts)
+            return b"".join(parts), not message.get("more_body")
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
-    """The body once more; then whatever comes, such as that the client has left."""
-    messages: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+def _again(body: bytes, receive: Receive, *, more: bool = False) -> Receive:
+    """The body once more; then whatever comes: the rest of it, or that the client has left."""
+    messages: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": body, "more_body": more}]
 
     async def first() -> MutableMapping[str, Any]:
         return messages.pop() if messages else await receive()

@@ -24,17 +24,24 @@ def in_server() -> None:
     from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
     from vllm.v1.engine.output_processor import OutputProcessor
 
-    process = OutputProcessor.process_outputs
+    add, process = OutputProcessor.add_request, OutputProcessor.process_outputs
     if getattr(process, "is_heard", False):
         return
+
+    def add_request(
+        self: Any, request: Any, prompt: Any, parent_req: Any = None, request_index: int = 0, *args: Any, **kwargs: Any
+    ) -> Any:
+        reports.expect(request, parent_req, request_index)
+        return add(self, request, prompt, parent_req, request_index, *args, **kwargs)
 
     def process_outputs(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         reports.hear(outputs)
         return process(self, outputs, *args, **kwargs)
 
     process_outputs.is_heard = True  # type: ignore[attr-defined]
+    OutputProcessor.add_request = add_request
     OutputProcessor.process_outputs = process_outputs
-    BeamSearchOnlineMixin.beam_search = continuing(BeamSearchOnlineMixin.beam_search, reports)
+    BeamSearchOnlineMixin.beam_search = continuing(BeamSearchOnlineMixin.beam_search)
 
 
 def _status(core: Any) -> Any:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from hashlib import blake2b
 
 from segue.vllm.turns import Asked
+
+_MOST_SALT = 64  # characters that are kept as they are
 
 _RANDOM_PART = re.compile(r"-[0-9a-f]{8}$")  # vLLM adds it to the ids that callers choose
 _CONVERSATION = re.compile(r"(\d+_)?(chatcmpl-|resp_)")  # the first part tells the answers to one request apart
@@ -18,10 +21,21 @@ def is_conversation(request_id: str) -> bool:
 
 
 def names_of(asked: Asked) -> list[str]:
-    """A server's `cmpl-x` is `cmpl-x-0-1a2b3c4d` here; whoever continues it need not know. The last is the one to tell."""
+    """A server's `cmpl-x` is `cmpl-x-0-1a2b3c4d` here, its `resp_x` `resp_x_0-1a2b3c4d`; whoever continues it need not know. The
+    last is the one to tell."""
     own = asked.request.request_id
     bare = _RANDOM_PART.sub("", own)
-    return list(dict.fromkeys((own, bare, bare.removesuffix("-0"), asked.fields.state_id or own)))
+    short = bare.removesuffix("_0" if bare.startswith("resp_") else "-0")
+    return list(dict.fromkeys((own, bare, short, asked.fields.state_id or own)))
+
+
+def short_salt(salt: str) -> str:
+    """A tenant's salt as it is remembered, for every name that it has used: a long one as its digest. A null character ends the
+    tenant's own part."""
+    return "\0".join(
+        part if len(part) <= _MOST_SALT else blake2b(part.encode(), digest_size=16).hexdigest()
+        for part in salt.split("\0", 1)
+    )
 
 
 class Names:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
-from vllm.v1.core.sched.request_queue import RequestQueue
-from vllm.v1.request import Request
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, RequestQueue
+from vllm.v1.request import Request, RequestStatus
 
 from segue.engine.waiting import WaitingQueue
 from segue.vllm.turns import Asked
@@ -43,8 +43,10 @@ class PolicyQueue(RequestQueue):
         self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
+        """Those that came up and could not run yet: they were not admitted after all."""
         for request in requests:
             self.add_request(request)
+            self._queue.num_admitted -= 1
 
     def remove_request(self, request: Request) -> None:
         if (asked := self._waiting.pop(request.request_id, None)) is not None:
@@ -62,3 +64,14 @@ class PolicyQueue(RequestQueue):
 
     def __iter__(self) -> Iterator[Request]:
         return iter([asked.request for asked in sorted(self._waiting.values(), key=self._order)])
+
+
+class Postponed(FCFSRequestQueue):
+    """Those that came up and could not run yet, in versions that keep them apart. Who has blocks, and waits for what is loaded
+    into them, comes first: behind one that finds no room because of them it would wait for ever."""
+
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
+        super().prepend_requests(requests)
+        ordered = sorted(self, key=lambda request: request.status != RequestStatus.WAITING_FOR_REMOTE_KVS)
+        self.clear()
+        self.extend(ordered)

@@ -2,51 +2,56 @@
 
 from __future__ import annotations
 
-import re
-from collections import OrderedDict
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any
 
 Report = dict[str, Any]
 
-_MOST = 4096  # requests; clients that left never ask for theirs
-_COMPLETION = re.compile(
-    r"(?:(\d+)_)?(cmpl-.+)-(\d+)-[0-9a-f]{8}"
-)  # choice of a prompt, id, prompt, vLLM's random part
-_CHAT = re.compile(r"(?:(\d+)_)?(chatcmpl-.+)-[0-9a-f]{8}")
+
+class Hearing:
+    """Of one HTTP request: what was said so far, by the index of the choice."""
+
+    def __init__(self, response_id: str) -> None:
+        self.response_id = response_id
+        self.request_ids: list[str] = []  # the engine's
+        self.found: dict[int, Report] = {}
+
+    @property
+    def refusal(self) -> Report | None:
+        return next((report for report in self.found.values() if "error" in report), None)
+
+
+hearing: ContextVar[Hearing | None] = ContextVar("hearing", default=None)
 
 
 class Reports:
-    """By a response's id: what was said of each (prompt, choice)."""
+    """Which HTTP request, and which choice of it, waits for what an engine says of a request."""
 
     def __init__(self) -> None:
-        self._noted: OrderedDict[str, dict[tuple[int, int], Report]] = OrderedDict()
+        self._places: dict[str, tuple[Hearing, int]] = {}
 
-    def note(self, response_id: str, prompt: int, choice: int, report: Report) -> None:
-        self._noted.setdefault(response_id, {})[prompt, choice] = report
-        while len(self._noted) > _MOST:
-            self._noted.popitem(last=False)
+    def expect(self, request: Any, parent: Any, index: int) -> None:
+        """A request is about to go to an engine, for the HTTP request that is being carried out. `parent`: of `n` answers to one
+        prompt, of which it is number `index`."""
+        here = hearing.get()
+        if here is None:
+            return
+        number = str(request.external_req_id).removeprefix(f"{here.response_id}-")
+        prompt = int(number) if number.isdecimal() else 0
+        self._places[request.request_id] = here, prompt * (parent.n if parent is not None else 1) + index
+        here.request_ids.append(request.request_id)
 
     def hear(self, outputs: Iterable[Any]) -> None:
         """What an engine says; of most requests nothing."""
         for output in outputs:
             params = output.kv_transfer_params
-            report = params.get("segue") if params is not None else None
-            if report is None:
+            if params is None or "segue" not in params:
                 continue
-            if (found := _COMPLETION.fullmatch(output.request_id)) is not None:
-                self.note(found[2], int(found[3]), int(found[1] or 0), report)
-            elif (found := _CHAT.fullmatch(output.request_id)) is not None:
-                self.note(found[2], 0, int(found[1] or 0), report)
+            here, choice = self._places.get(output.request_id, (None, 0))
+            if here is not None:
+                here.found[choice] = params["segue"]
 
-    def of(self, response_id: str, n: int) -> dict[int, Report]:
-        """By the index of the choice, of `n` for each prompt; so far."""
-        noted = self._noted.get(response_id, {})
-        return {prompt * n + choice: report for (prompt, choice), report in noted.items()}
-
-    def forget(self, response_id: str) -> None:
-        self._noted.pop(response_id, None)
-
-
-def refusal(found: dict[int, Report]) -> Report | None:
-    return next((report for report in found.values() if "error" in report), None)
+    def forget(self, here: Hearing) -> None:
+        for request_id in here.request_ids:
+            del self._places[request_id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from typing import TYPE_CHECKING, Any, cast
@@ -24,14 +25,15 @@ from segue.state import State, StateLedger
 from segue.vllm.blocks import VLLMBlocks
 from segue.vllm.fields import Fields, read_fields
 from segue.vllm.hooks import in_engine
-from segue.vllm.names import Names, is_conversation, names_of
+from segue.vllm.names import Names, is_conversation, names_of, short_salt
 from segue.vllm.options import Options
-from segue.vllm.queue import PolicyQueue
+from segue.vllm.queue import PolicyQueue, Postponed
 from segue.vllm.room import Room
 from segue.vllm.tokens import decoder
 from segue.vllm.turns import Asked
 from segue.vllm.versions import check_config, check_version
 
+_log = logging.getLogger(__name__)
 _ENDS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
     RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
@@ -77,6 +79,8 @@ class _Continuing(_Base):
         self._has_connector = self.connector is not None
         self.num_inherited = self.num_recomputed = 0
         self.waiting = PolicyQueue(self._asked_of, self._order, self.segue_policy.fair_every)
+        if hasattr(self, "skipped_waiting"):
+            self.skipped_waiting = Postponed()
         self._find_cached = self.kv_cache_manager.get_computed_blocks
         self.kv_cache_manager.get_computed_blocks = self._find
         self._num_special = 0  # requests under way that ask for more than an answer
@@ -93,6 +97,10 @@ class _Continuing(_Base):
             waits = asked.fields.continuation_of is not None and self._inherit(asked)
         except SegueError as error:
             self._refuse(request, error)
+            return
+        except Exception as error:  # one request's misfortune is not to end the engine
+            _log.exception("%s could not be taken in", request.request_id)
+            self._refuse(request, SegueError(f"the scheduler failed: {error!r:.200}"))
             return
         self._asked[request.request_id] = asked
         self._num_special += asked.is_special
@@ -112,7 +120,7 @@ class _Continuing(_Base):
     def _ask(self, request: Request, fields: Fields) -> Asked:
         self._count += 1
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
-        scope = Scope(salt=request.cache_salt or "", adapter=adapter)
+        scope = Scope(salt=short_salt(request.cache_salt or ""), adapter=adapter)
         if fields.state_id is not None and self._names.running(scope.salt, fields.state_id) is not None:
             raise InvalidRequest("state_id", f"{fields.state_id!r} is in use: a request with this id has not ended")
         return Asked(self._count, request, fields, scope, self.clock.now())
@@ -155,16 +163,20 @@ class _Continuing(_Base):
 
     def _extend(self, asked: Asked, parent: State) -> None:
         """A chat's prompt has the parent's tokens already, unless its template writes them differently."""
-        request = asked.request
+        request, is_whole = asked.request, asked.fields.whole_prompt
+        if is_whole is None:
+            is_whole = is_conversation(request.request_id)
         own: list[int] = list(request.prompt_token_ids or ())
-        if request.mm_features or request.prompt_embeds is not None:
-            raise InvalidRequest("continuation_of", "a suffix is text or token ids")
+        if not _is_text(request):
+            if not is_whole:
+                raise InvalidRequest("continuation_of", "a suffix is text or token ids")
+            asked.why_not = "the prompt is not text alone"
+            return
         if request.sampling_params.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs", "a continuation's prompt is not computed again, so there are none")
         known = parent.tokens.tolist()
-        is_whole = is_conversation(request.request_id)
         if is_whole and own[: len(known)] != known:
-            asked.why_not = "the chat's prompt does not begin with the parent's tokens"
+            asked.why_not = "the prompt does not begin with the parent's tokens"
             return
         tokens = own if is_whole else known + own
         if len(tokens) >= self.max_model_len:
@@ -205,10 +217,16 @@ class _Continuing(_Base):
                 self._refuse(waiting.request, ParentFailed(f"{names_of(failed)[-1]!r} was refused"))
                 pending.append(waiting)
 
-    def _fail(self, asked: Asked) -> list[Asked]:
+    def _leave_nothing(self, asked: Asked, why: str) -> None:
+        """To continue: who waited for it waited in vain."""
+        for heir in self._fail(asked, why):
+            del self.requests[heir.request.request_id]
+            self._disown(heir, ParentFailed(f"{names_of(asked)[-1]!r} {why}"))
+
+    def _fail(self, asked: Asked, why: str = "was aborted or has failed") -> list[Asked]:
         """It leaves nothing; who waited for it."""
         self._forget(asked)
-        self.states.note_failure(asked.request.request_id, asked.turn.scope, "was aborted or has failed")
+        self.states.note_failure(asked.request.request_id, asked.turn.scope, why)
         heirs, asked.heirs = asked.heirs, []
         for heir in heirs:
             heir.waits_for = None
@@ -283,16 +301,16 @@ class _Continuing(_Base):
             return super()._free_request(request, *args, **kwargs)
         asked.finish_reason = _ENDS.get(request.status, FinishReason.ERROR)
         state = None
-        if asked.finish_reason in _ENDED_WELL:
+        if asked.finish_reason in _ENDED_WELL and _is_text(request):
             self._forget(asked)
             state = self._leave_state(asked)
+        elif asked.finish_reason in _ENDED_WELL:
+            self._leave_no_state(asked)
         else:
             is_kept = (
                 asked.finish_reason is FinishReason.ABORT and request.num_output_tokens and not asked.fields.is_plain
             )
-            for heir in self._fail(asked):
-                del self.requests[heir.request.request_id]
-                self._disown(heir, ParentFailed(f"{names_of(asked)[-1]!r} was aborted or has failed"))
+            self._leave_nothing(asked, "was aborted or has failed")
             if is_kept and not asked.fields.is_last_step:
                 self._keep(asked)
         self._end_holds(asked, state)
@@ -337,6 +355,12 @@ class _Continuing(_Base):
         if lease is not None and lease.transient and not lease.num_heirs:
             self.blocks.leases.end(lease)
         return state
+
+    def _leave_no_state(self, asked: Asked) -> None:
+        """An image is not in its tokens, so they do not say what came before. Its job's next turn finds the KV all the same."""
+        self._leave_nothing(asked, "has more than text in its prompt, and cannot be continued")
+        if not asked.fields.is_last_step:
+            self._keep(asked)
 
     def _keep(self, asked: Asked) -> Lease | None:
         """The KV of an answer that has ended, as its client or the policy wants it. vLLM's server finds stop strings by itself,
@@ -384,6 +408,21 @@ class _Continuing(_Base):
         if self.finished_req_ids_dict is not None:
             self.finished_req_ids_dict[request.client_index].add(request.request_id)
 
+    def has_finished_requests(self) -> bool:
+        """Beside a connector vLLM takes all that are in no queue for such as have ended; heirs are in none."""
+        return bool(super().has_finished_requests()) and (
+            bool(self.finished_req_ids)
+            or len(self.requests) - self._num_heirs > len(self.running) + self._num_waiting()
+        )
+
+    def _num_waiting(self) -> int:
+        queues = ("waiting", "skipped_waiting", "kv_holding_waiting")  # not all of them in all versions
+        return sum(len(getattr(self, name, ())) for name in queues)
+
+    @property
+    def _num_heirs(self) -> int:
+        return sum(asked.waits_for is not None for asked in self._asked.values())
+
     def get_num_unfinished_requests(self) -> int:
         return int(super().get_num_unfinished_requests()) + len(self._refused)
 
@@ -422,7 +461,7 @@ class _Continuing(_Base):
     def segue_release(self, name: str, salt: str) -> bool:
         """Let go of a state, and of what it holds. False if there is none of this name."""
         try:
-            state = self._state(name, salt)
+            state = self._state(name, short_salt(salt))
         except SegueError:
             return False
         self.states.remove(state.id)
@@ -453,6 +492,10 @@ def _check_adapter(name: str, theirs: Scope, own: Scope) -> None:
         raise StateError(
             f"{name!r} was made with the adapter {theirs.adapter or 'none'!r}, not with {own.adapter or 'none'!r}"
         )
+
+
+def _is_text(request: Request) -> bool:
+    return not request.mm_features and request.prompt_embeds is None
 
 
 class SyncScheduler(_Continuing, VLLMScheduler):

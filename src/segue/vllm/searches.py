@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from segue.base.errors import InvalidRequest
-from segue.vllm.reports import Report, Reports
+from segue.vllm.reports import Report, hearing
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Search:
 searching: ContextVar[Search | None] = ContextVar("searching", default=None)
 
 
-def continuing(search: Callable[..., Any], reports: Reports) -> Callable[..., Any]:
+def continuing(search: Callable[..., Any]) -> Callable[..., Any]:
     """`search`, with what the request asked of the plugin passed on to the requests that it makes of it."""
 
     async def beam_search(self: Any, prompt: Any, request_id: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
@@ -37,11 +37,12 @@ def continuing(search: Callable[..., Any], reports: Reports) -> Callable[..., An
             async for output in search(self, prompt, request_id, *args, **kwargs):
                 yield output
             return
-        serving = copy.copy(self)
+        serving, here = copy.copy(self), hearing.get()
         client = serving.engine_client = _Client(self.engine_client, asked)
+        hearing.set(None)  # of all its requests the first, or one that was refused, is the answer's
         async for output in search(serving, prompt, request_id, *args, **kwargs):
-            if client.report is not None:
-                reports.note(request_id, 0, 0, client.report)
+            if client.report is not None and here is not None:
+                here.found[0] = client.report
             yield output
 
     return beam_search

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
 
-from segue.vllm.hooks import reports
-from segue.vllm.reports import Report, refusal
+from segue.vllm.reports import Hearing, Report
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -66,18 +65,16 @@ class Answer:
 class Told(Answer):
     """An answer with what the scheduler reported in its place: in each choice its state, and a refusal with its status.
 
-    `names`: of the states it tells; `rank`: of the engine that has them. Of a stream, the head waits for the first part, which
+    `ranks`: of the engines that have the states it tells, by their names. Of a stream, the head waits for the first part, which
     may be that all was refused.
     """
 
-    def __init__(self, send: Send, response_id: str, n: int) -> None:
+    def __init__(self, send: Send, here: Hearing) -> None:
         super().__init__(send)
-        self._id = response_id
-        self._n = n
+        self._here = here
         self._head: MutableMapping[str, Any] | None = None  # of a stream
         self._is_refused = False
-        self.names: list[str] = []
-        self.rank: int | None = None
+        self.ranks: dict[str, int] = {}
 
     async def stream_begins(self) -> None:
         self._head, self.start = self.start, None
@@ -87,7 +84,7 @@ class Told(Answer):
             return
         if self._head is not None:
             head, self._head = self._head, None
-            refused = refusal(self._found())
+            refused = self._here.refusal
             if refused is not None:
                 self._is_refused = True
                 await refuse(self._send, refused["status"], refused["error"], refused["type"])
@@ -98,7 +95,7 @@ class Told(Answer):
     async def part(self, message: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """A choice's last one tells its state."""
         body = message.get("body", b"")
-        if not self._found() or b'"finish_reason":"' not in body.replace(b" ", b""):
+        if not self._here.found or b'"finish_reason":"' not in body.replace(b" ", b""):
             return message
         events = body.split(b"\n\n")
         return {**message, "body": b"\n\n".join(self._event(event) for event in events)}
@@ -107,29 +104,25 @@ class Told(Answer):
         """Of what was held back."""
         if self.start is None:
             return
-        refused = refusal(self._found()) if self.status >= 400 else None
+        refused = self._here.refusal if self.status >= 400 else None
         if refused is not None:
             await self.respond(refused["status"], error(refused["status"], refused["error"], refused["type"]))
             return
         with suppress(ValueError):
             said = json.loads(self.body)
-            if isinstance(said, dict) and (found := self._found()):
-                self._tell(said, found)
+            if isinstance(said, dict) and self._here.found:
+                self._tell(said, self._here.found)
                 (said.get("kv_transfer_params") or {}).pop("segue", None)
                 said["kv_transfer_params"] = said.get("kv_transfer_params") or None
-                self.names.append(str(said.get("id")))
                 self.body = json.dumps(said).encode()
         await self.respond(self.status, self.body)
-
-    def _found(self) -> dict[int, Report]:
-        return reports.of(self._id, self._n)
 
     def _event(self, event: bytes) -> bytes:
         try:
             said = json.loads(event.removeprefix(b"data: "))
         except ValueError:
             return event
-        found = self._found()
+        found = self._here.found
         ended = {choice["index"] for choice in said.get("choices", ()) if choice.get("finish_reason") is not None}
         self._tell(said, {index: report for index, report in found.items() if index in ended})
         return b"data: " + json.dumps(said).encode()
@@ -140,7 +133,7 @@ class Told(Answer):
         for choice in said.get("choices", ()):
             report = found.get(choice.get("index", 0), {})
             if "state_id" in report:
-                self.names.append(report["state_id"])
+                self.ranks[report["state_id"]] = report.get("rank", 0)
                 choice["state"] = {
                     "id": report["state_id"],
                     "num_tokens": report["num_tokens"],
@@ -148,7 +141,6 @@ class Told(Answer):
                 }
         said["segue"] = {name: sum(report.get(name, 0) for report in found.values()) for name in _COUNTS}
         for report in found.values():
-            self.rank = report.get("rank", 0)
             if "fallback" in report:
                 said["segue"]["fallback"] = report["fallback"]
 

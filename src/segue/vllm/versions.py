@@ -64,6 +64,10 @@ def check_config(config: Any, kv_cache_config: Any) -> None:
             "works with models that keep the KV of all tokens in one place: no sliding windows, no sinks, no Mamba",
         ),
         (config.model_config.runner_type == "pooling", "is for models that generate"),
+        (
+            str(getattr(config.scheduler_config.policy, "value", config.scheduler_config.policy)) == "priority",
+            "has the order from its own policy: leave out --scheduling-policy, and say --policy priority",
+        ),
     ):
         if is_so:
             raise UnsupportedVLLM(f"segue.vllm.Scheduler {what}")
