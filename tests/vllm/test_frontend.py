@@ -70,7 +70,7 @@ async def call(method, *args, engine):
     called.append((method, *args))
     if method == "segue_status":
         raise RuntimeError("the engine is gone")
-    return True
+    return [{"seconds_ago": 2.0}, {"seconds_ago": 1.0}] if method == "segue_decisions" else True
 
 
 def ask(app, middleware=None, path="/v1/completions", ranks=(0,), headers=(), **body):
@@ -204,6 +204,20 @@ def test_a_state_is_let_go_only_by_who_may_ask(status, allowed):
     found, _ = asyncio.run(converse(app, Middleware(None), "/v1/states/a", (0,), b"", "DELETE", query=query))
     assert found == (200 if allowed else status)
     assert called == ([("segue_release", "a", "a/b=")] if allowed else [])
+
+
+@pytest.mark.parametrize(
+    "query, status", [(b"job_id=j&limit=5", 200), (b"", 200), (b"limit=0", 400), (b"limit=x", 400)]
+)
+def test_decisions_are_listed(query, status):
+    called.clear()
+    app = App([b"no"], status=404)
+    found, body = asyncio.run(converse(app, Middleware(None), "/v1/decisions", (0,), b"", "GET", query=query))
+    assert found == status
+    if status == 200:
+        job, limit = ("j", 5) if query else (None, 100)
+        assert called == [("segue_decisions", "", job, limit)]
+        assert json.loads(body)["data"] == [{"seconds_ago": 1.0}, {"seconds_ago": 2.0}]
 
 
 def test_metrics_come_though_the_engine_does_not_answer():

@@ -226,6 +226,10 @@ def test_what_cannot_be_done_is_refused_with_a_status_and_a_reason(server):
 def test_pins_hold_through_a_jobs_tool_calls(server, flags, capsys):
     assert metric(server, "leased_blocks") == 0
     assert main(["verify-pins", "--url", str(server.base_url), "--gap", "0.5", *flags]) == 0, capsys.readouterr().out
+    capsys.readouterr()
+    assert main(["decisions", str(server.base_url), "--json", "--limit", "50"]) == 0
+    decisions = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert any(each["outcome"] == "returned" for each in decisions) or flags
 
 
 def test_many_with_long_holds_all_end_and_all_blocks_come_free(server):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from segue.base.errors import ForgottenState, InvalidRequest, StateError, UnknownState
-from segue.base.types import FinishReason, Scope
+from segue.base.types import FinishReason
 from segue.engine.beam import Catalogued
 from segue.engine.desk import FILE_CHUNK, WIRE_CHUNK
 from segue.engine.handoff import Export, Import
@@ -109,10 +109,7 @@ class EngineCore(EngineLoop):
 
     def decisions(self, tenant: str | None = None, job_id: str | None = None) -> Iterator[Decision]:
         """What the policy decided at the ends of turns, the newest first; of one tenant's or one job's only, if asked."""
-        for decision in self._scheduler.jobs.decisions:
-            whose = Scope(decision.salt).tenant
-            if (tenant is None or whose == tenant) and (job_id is None or decision.job_id == job_id):
-                yield decision
+        return self._scheduler.jobs.decisions.of(tenant, job_id)
 
     def decision_sums(self) -> Mapping[str, Sums]:
         """By command."""

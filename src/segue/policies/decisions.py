@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from segue.base.types import Scope
 from segue.policies.policy import Disposition, TurnEnd
 
 _MOST_RECORDS = 4096
@@ -103,6 +104,13 @@ class Decisions:
     def __iter__(self) -> Iterator[Decision]:
         """The newest first."""
         return reversed(self._recent)
+
+    def of(self, tenant: str | None = None, job_id: str | None = None) -> Iterator[Decision]:
+        """Of one tenant's or one job's only, if asked."""
+        for decision in self:
+            whose = Scope(decision.salt).tenant
+            if (tenant is None or whose == tenant) and (job_id is None or decision.job_id == job_id):
+                yield decision
 
     def add(self, salt: str, job_id: str, end: TurnEnd, disposition: Disposition, now: float) -> Decision:
         call = end.call

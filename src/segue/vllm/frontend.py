@@ -30,6 +30,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 _PATHS = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 _MOST_BYTES = 64 << 20
 _MOST_RANKS = 100_000
+_MOST_DECISIONS = 4096
 _PATIENCE = 2.0  # seconds, with engines that are asked how they are
 _RANK_HEADER = b"x-data-parallel-rank"
 _GAUGES = {
@@ -59,7 +60,9 @@ class Middleware:
         elif scope["method"] == "POST" and scope["path"] in _PATHS:
             await self._generate(scope, receive, send)
         elif scope["method"] == "DELETE" and scope["path"].startswith("/v1/states/"):
-            await self._release(scope, receive, send)
+            await self._if_allowed(self._release, scope, receive, send)
+        elif scope["method"] == "GET" and scope["path"] == "/v1/decisions":
+            await self._if_allowed(self._decisions, scope, receive, send)
         elif scope["method"] == "GET" and scope["path"].rstrip("/") == "/metrics":
             await self._metrics(scope, receive, send)
         else:
@@ -113,8 +116,10 @@ class Middleware:
 
     # Operation
 
-    async def _release(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """`?salt=` is the `cache_salt` that the state was made with. vLLM has no such path, and says so to whoever may ask."""
+    async def _if_allowed(
+        self, act: Callable[[Scope, dict[str, str], Send], Awaitable[None]], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """vLLM has no such path, and says so to whoever may ask."""
         answer = Answer(send)
         await self._app(scope, receive, answer.send)
         if answer.start is None:
@@ -123,12 +128,27 @@ class Middleware:
             await answer.respond(answer.status, answer.body)
             return
         query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        await act(scope, {name: values[-1] for name, values in query.items()}, send)
+
+    async def _release(self, scope: Scope, query: dict[str, str], send: Send) -> None:
+        """`?salt=` is the `cache_salt` that the state was made with."""
         name = scope["path"].removeprefix("/v1/states/")
-        found = await _ask_all(scope, "segue_release", name, query.get("salt", [""])[0])
+        found = await _ask_all(scope, "segue_release", name, query.get("salt", ""))
         if any(found):
             await respond(send, 200, json.dumps({"id": name, "released": True}).encode())
         else:
             await refuse(send, 404, f"no state {name!r:.100} is known", "UnknownState")
+
+    async def _decisions(self, scope: Scope, query: dict[str, str], send: Send) -> None:
+        """`?salt=`: whose; `?job_id=`, `?limit=`. All engines', the newest first."""
+        limit = query.get("limit", "100")
+        if not limit.isdecimal() or not 1 <= int(limit) <= _MOST_DECISIONS:
+            await refuse(send, 400, f"limit: must be from 1 to {_MOST_DECISIONS}", "InvalidRequest")
+            return
+        asked = query.get("salt", ""), query.get("job_id"), int(limit)
+        found = [decision for each in await _ask_all(scope, "segue_decisions", *asked) for decision in each]
+        newest = sorted(found, key=lambda decision: decision["seconds_ago"])[: int(limit)]
+        await respond(send, 200, json.dumps({"object": "list", "data": newest}).encode())
 
     async def _metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Without ours, if an engine does not answer: then vLLM's own are needed most."""

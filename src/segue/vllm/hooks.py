@@ -17,6 +17,7 @@ def in_engine() -> None:
 
     EngineCore.segue_status = _status
     EngineCore.segue_release = _release
+    EngineCore.segue_decisions = _decisions
 
 
 def in_server() -> None:
@@ -50,3 +51,7 @@ def _status(core: Any) -> Any:
 
 def _release(core: Any, name: str, salt: str) -> Any:
     return core.scheduler.segue_release(name, salt)
+
+
+def _decisions(core: Any, salt: str, job_id: str | None, limit: int) -> Any:
+    return core.scheduler.segue_decisions(salt, job_id, limit)

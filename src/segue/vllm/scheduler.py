@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -468,6 +469,12 @@ class _Continuing(_Base):
         if state.lease is not None:
             self.blocks.leases.end(state.lease)
         return True
+
+    def segue_decisions(self, salt: str, job_id: str | None, limit: int) -> list[dict[str, Any]]:
+        """What the policy did with the KV of a tenant's jobs, the newest first."""
+        now, tenant = self.clock.now(), Scope(short_salt(salt)).tenant
+        found = islice(self.jobs.decisions.of(tenant, job_id), limit)
+        return [decision.to_json() | {"seconds_ago": round(now - decision.decided_at, 3)} for decision in found]
 
     def segue_status(self) -> dict[str, Any]:
         leases = self.blocks.leases
