@@ -73,5 +73,23 @@ def check_config(config: Any, kv_cache_config: Any) -> None:
             raise UnsupportedVLLM(f"segue.vllm.Scheduler {what}")
 
 
+# Where versions differ
+
+
+def keeps_postponed(scheduler: Any) -> bool:
+    """Whether requests that came up and could not run yet have a queue of their own."""
+    return hasattr(scheduler, "skipped_waiting")
+
+
+def num_waiting(scheduler: Any) -> int:
+    """In all queues that there are."""
+    return sum(len(getattr(scheduler, name, ())) for name in ("waiting", "skipped_waiting", "kv_holding_waiting"))
+
+
+def spare_blocks(manager: Any) -> int:
+    """That are left free for those that run, when another is let in."""
+    return int(getattr(manager, "watermark_blocks", 0))
+
+
 def _text(numbers: tuple[int, int]) -> str:
     return ".".join(map(str, numbers))
