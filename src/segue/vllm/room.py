@@ -13,6 +13,7 @@ from segue.engine.jobs import JobDesk
 from segue.policies import Policy
 from segue.vllm.blocks import VLLMBlocks
 from segue.vllm.turns import Asked
+from segue.vllm.versions import spare_blocks
 
 
 class Room:
@@ -86,7 +87,7 @@ class Room:
             end = max(end, request.num_tokens)
         had = len(self._manager.get_blocks(request.request_id).blocks[0])
         is_copied = num_found % self._blocks.block_size != 0
-        spare = int(getattr(self._manager, "watermark_blocks", 0)) if self._running else 0
+        spare = spare_blocks(self._manager) if self._running else 0
         spare += int(options.get("reserved_blocks", 0))
         most = self._blocks.blocks_for(min(int(end), int(self._scheduler.max_model_len)))
         return max(most - had - num_reused + is_copied, 1) + spare

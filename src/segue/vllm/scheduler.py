@@ -32,7 +32,7 @@ from segue.vllm.queue import PolicyQueue, Postponed
 from segue.vllm.room import Room
 from segue.vllm.tokens import decoder
 from segue.vllm.turns import Asked
-from segue.vllm.versions import check_config, check_version
+from segue.vllm.versions import check_config, check_version, keeps_postponed, num_waiting
 
 _log = logging.getLogger(__name__)
 _ENDS = {
@@ -80,7 +80,7 @@ class _Continuing(_Base):
         self._has_connector = self.connector is not None
         self.num_inherited = self.num_recomputed = 0
         self.waiting = PolicyQueue(self._asked_of, self._order, self.segue_policy.fair_every)
-        if hasattr(self, "skipped_waiting"):
+        if keeps_postponed(self):
             self.skipped_waiting = Postponed()
         self._find_cached = self.kv_cache_manager.get_computed_blocks
         self.kv_cache_manager.get_computed_blocks = self._find
@@ -411,14 +411,10 @@ class _Continuing(_Base):
 
     def has_finished_requests(self) -> bool:
         """Beside a connector vLLM takes all that are in no queue for such as have ended; heirs are in none."""
-        return bool(super().has_finished_requests()) and (
-            bool(self.finished_req_ids)
-            or len(self.requests) - self._num_heirs > len(self.running) + self._num_waiting()
-        )
-
-    def _num_waiting(self) -> int:
-        queues = ("waiting", "skipped_waiting", "kv_holding_waiting")  # not all of them in all versions
-        return sum(len(getattr(self, name, ())) for name in queues)
+        if not super().has_finished_requests():
+            return False
+        in_queues = len(self.running) + num_waiting(self)
+        return bool(self.finished_req_ids) or len(self.requests) - self._num_heirs > in_queues
 
     @property
     def _num_heirs(self) -> int:
