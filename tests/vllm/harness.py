@@ -91,10 +91,12 @@ def make_scheduler(cls=Scheduler, *, num_groups=1, **options):
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
     groups = [KVCacheGroupSpec([f"layer.{at}"], spec) for at in range(num_groups)]
     num_blocks = config.cache_config.num_gpu_blocks
-    try:  # an older version has a block's size from these
-        tensors = [KVCacheTensor(spec.page_size_bytes * num_blocks, group.layer_names) for group in groups]
-    except TypeError:
-        tensors = []
+    size, page = (
+        spec.page_size_bytes * num_blocks,
+        spec.page_size_bytes,
+    )  # some versions' connector has a block's size from these
+    strides = (size, page) if "layers" in KVCacheTensor.__dataclass_fields__ else ()
+    tensors = [KVCacheTensor(size, group.layer_names, *strides) for group in groups]
     kv = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
     if cls is PlainScheduler and config.scheduler_config.async_scheduling:
         cls = AsyncScheduler
