@@ -192,8 +192,8 @@ def test_whatever_happens_answers_are_right_and_nothing_is_left(
 ):
     play = Play(World(is_async=is_async, options={"policy": policy, "max_states": max_states}, **options))
     for _ in range(num_moves):
-        play.move(chance)
-    play.finish()
+        play.move(chance)  # and look that every block has its holders
+    play.finish()  # and that every answer is right, and nothing left
 
 
 # Heirs

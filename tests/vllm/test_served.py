@@ -58,13 +58,13 @@ def served(command, *flags, threads="0-1"):
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
             for _ in range(600):
-                try:
+                with suppress(httpx.TransportError):  # nothing listens yet
                     if http.get("/health").status_code == 200:
                         break
-                except httpx.HTTPError:
-                    pass
                 assert process.poll() is None, "".join(said[-40:])
                 time.sleep(0.5)
+            else:
+                raise AssertionError("the server does not come up: " + "".join(said[-40:]))
             yield http
     finally:
         with suppress(ProcessLookupError):

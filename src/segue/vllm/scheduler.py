@@ -52,7 +52,7 @@ else:
 class _Continuing(_Base):
     """What is added, before vLLM's own class.
 
-    Only these of its parts are touched: the queue of those that wait, three methods of the KV cache manager (who is found in the
+    Only these of its parts are touched: the queues of those that wait, two methods of the KV cache manager (what is found in the
     cache, what is done when a block is not to be had), and the moments at which a request comes, first runs and ends.
     """
 
