@@ -59,17 +59,18 @@ class Cache:
         return table[at // self.size].long() * self.size + at % self.size
 
 
-def run_pieces(q, cache, tables, lists, work, contexts, window, scale, tails=None):
+def run_pieces(q, cache, tables, group_rows, work, contexts, window, scale, tails=None):
     sums = torch.full((work.num_results, *q.shape[1:]), torch.nan)
     logs = torch.full((work.num_results, q.shape[1], 2), torch.nan)
     out = torch.full_like(q, torch.nan)
-    for pieces, rows in lists:
-        count = torch.tensor([len(pieces)], dtype=torch.int32)
-        made = torch.from_numpy(np.ascontiguousarray(pieces))
-        kernels.attend_pieces(
-            q, cache.k, cache.v, tables, made, count, contexts, sums, logs,
-            scale=scale, window=window, rows=rows, programs=3,
-        )  # fmt: skip
+    own, shared = (
+        torch.from_numpy(np.ascontiguousarray(each)) if len(each) else None for each in (work.own, work.shared)
+    )
+    counts = torch.tensor([len(work.own), len(work.shared)], dtype=torch.int32)
+    kernels.attend_pieces(
+        q, cache.k, cache.v, tables, own, shared, counts, contexts, sums, logs,
+        scale=scale, window=window, group_rows=group_rows, programs=3,
+    )  # fmt: skip
     results = torch.from_numpy(np.ascontiguousarray(work.results))
     starts = torch.from_numpy(work.starts)
     kernels.merge_pieces(q, cache.k, cache.v, sums, logs, results, starts, tails, out, scale=scale)
@@ -89,8 +90,7 @@ def test_tokens_by_themselves_and_in_groups(heads, kv_heads, dim, size, window, 
     ends = np.array([*contexts, 0], np.int32)
     groups = [Group(2, 2, 2, shared)] if shared else []
     work = plan_work(begins, ends, np.array([0, 1, 2, 3, 0], np.int32), groups, 2)
-    lists = [(work.own, 1), *([(work.shared, 2)] if shared else [])]
-    out = run_pieces(q, cache, tables, lists, work, torch.from_numpy(ends), window, scale)
+    out = run_pieces(q, cache, tables, 2, work, torch.from_numpy(ends), window, scale)
     for at, context in enumerate(contexts):
         wanted = cache.attend(q[at], cache.slots(tables[at], context), window, scale)
         assert error(out[at], wanted) < 2e-3
@@ -107,7 +107,7 @@ def test_beams_see_what_they_share_and_their_own(heads, kv_heads, dim, size, win
     counts = torch.tensor([1, 3, 7, 0, 5], dtype=torch.int32)
     slots = torch.randperm(cache.num_blocks * size)[:40].view(5, 8).int()
     tails = (slots, counts)
-    out = run_pieces(q, cache, tables, [(work.shared, 2)], work, counts, window, scale, tails)
+    out = run_pieces(q, cache, tables, 2, work, counts, window, scale, tails)
     for at, count in enumerate(counts.tolist()):
         seen = torch.cat([cache.slots(tables[0], shared), slots[at, :count].long()])
         assert error(out[at], cache.attend(q[at], seen, window, scale)) < 2e-3
@@ -121,8 +121,8 @@ def test_a_piece_that_is_all_needs_no_merging():
     out, room = torch.full_like(q, torch.nan), torch.empty(3, 4, 64)
     pieces, count = torch.from_numpy(np.ascontiguousarray(work.own)), torch.tensor([3], dtype=torch.int32)
     kernels.attend_pieces(
-        q, cache.k, cache.v, tables, pieces, count, torch.from_numpy(ends), room, room, out,
-        scale=0.125, window=None, rows=1, programs=2,
+        q, cache.k, cache.v, tables, pieces, None, count, torch.from_numpy(ends), room, room, out,
+        scale=0.125, window=None, group_rows=0, programs=2,
     )  # fmt: skip
     for at, end in enumerate(ends.tolist()):
         assert error(out[at], cache.attend(q[at], cache.slots(tables[at], end), None, 0.125)) < 2e-3

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from segue.model.backend import Layer
 from segue.model.batch import Batch
-from segue.model.cuda import kernels
+from segue.model.cuda import few_rows, kernels
+from segue.model.cuda.few_rows import FewRows, Matrices
 from segue.model.spec import ModelSpec
 from segue.model.torch_backend import TorchBackend
 
@@ -20,12 +21,12 @@ _MOST_LANES = 128  # query heads times rows, of a group's piece
 
 
 class Pieces(NamedTuple):
-    """A list of pieces, of which the first few are to be done, and the tables that they mean."""
+    """Lists of pieces, of each of which the first few are to be done: rows' own, and those that groups share."""
 
-    pieces: Tensor  # [pieces, FIELDS]
-    num_pieces: Tensor  # [1]
-    tables: Tensor
-    rows: int = 1  # of a piece, at most
+    own: Tensor | None  # [pieces, FIELDS]
+    shared: Tensor | None
+    counts: Tensor  # [2]
+    group_rows: int  # of a shared piece, at most
 
 
 class Tiles(NamedTuple):
@@ -41,7 +42,7 @@ class Attention(NamedTuple):
     `tails`: slots that beams have for themselves, and how many each row has. `merged_rows`: the first so many have pieces; 0 if
     no row has more than one, nor a tail."""
 
-    lists: Sequence[Pieces]
+    pieces: Pieces | None
     tails: tuple[Tensor, Tensor] | None
     merged_rows: int
     results: Tensor
@@ -80,6 +81,8 @@ class CudaBackend(TorchBackend):
         self.tile_rows = 32 if dtype == torch.float32 else 64 if exact or spec.head_dim > 128 else 128
         units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self._programs = max(2 * units // spec.num_kv_heads, 1)
+        self._few = few_rows.most_rows(spec, dtype, device) if not exact else 0
+        self._few_rows = FewRows(spec, device) if self._few else None
 
     def linear(self, x: Tensor, matrix: Tensor, bias: Tensor | None, into: str) -> Tensor:
         """Logits of a few rows always go to the same memory."""
@@ -98,17 +101,14 @@ class CudaBackend(TorchBackend):
     def _run_layers(
         self, layers: Sequence[Layer], norms: Sequence[Tensor], x: Tensor, residual: Tensor, batch: Batch, kv: Tensor
     ) -> Tensor:
+        if self._few_rows is not None and len(x) <= self._few:
+            return self._run_few(self._few_rows, layers, norms, x, residual, batch, kv)
         spec, eps = self._spec, self._spec.rms_eps
-        attention: Attention = batch.attention  # type: ignore[assignment]
         q = torch.empty(len(x), spec.num_heads, spec.head_dim, dtype=self._dtype, device=self.device)
         out = torch.empty_like(q)
         for layer, norm, (k_cache, v_cache) in zip(layers, norms, kv, strict=True):
             qkv = self._product(x, layer.qkv, layer.qkv_bias)
-            own_norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
-            kernels.rope_store(
-                qkv, q, k_cache, v_cache, own_norms, (self._cos, self._sin), batch.positions, batch.slots, eps
-            )
-            self._attend_lists(attention, q, k_cache, v_cache, layer.window, out)
+            self._attend(layer, qkv, q, batch, k_cache, v_cache, out)
             mixed = out.view(len(out), -1)
             if layer is layers[-1]:  # nobody reads what the others become after their last KV
                 mixed, residual = mixed[batch.sample_rows], residual[batch.sample_rows]
@@ -120,28 +120,66 @@ class CudaBackend(TorchBackend):
             kernels.add_norm(self._product(gated, layer.down, None), residual, norm, eps, x)
         return x
 
+    def _run_few(
+        self,
+        between: FewRows,
+        layers: Sequence[Layer],
+        norms: Sequence[Tensor],
+        x: Tensor,
+        residual: Tensor,
+        batch: Batch,
+        kv: Tensor,
+    ) -> Tensor:
+        spec = self._spec
+        q = torch.empty(len(x), spec.num_heads, spec.head_dim, dtype=self._dtype, device=self.device)
+        out = torch.empty_like(q)
+        gated = torch.empty(len(x), spec.intermediate_size, dtype=self._dtype, device=self.device)
+        qkv = self._product(x, layers[0].qkv, layers[0].qkv_bias)
+        following: Sequence[Layer | None] = (*layers[1:], None)
+        for number, (layer, after, norm, (k_cache, v_cache)) in enumerate(
+            zip(layers, following, norms, kv, strict=True)
+        ):
+            self._attend(layer, qkv, q, batch, k_cache, v_cache, out)
+            next_qkv, next_bias = (after.qkv, after.qkv_bias) if after is not None else (None, None)
+            matrices = Matrices(
+                layer.o, layer.gate_up, layer.down, next_qkv, layer.o_bias, next_bias, layer.post_norm, norm
+            )
+            between.run(number, matrices, out.view(len(out), -1), residual, gated, qkv)
+        return self.rms_norm(residual[batch.sample_rows], norms[-1], spec.rms_eps, "")
+
+    def _attend(
+        self, layer: Layer, qkv: Tensor, q: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, out: Tensor
+    ) -> None:
+        attention: Attention = batch.attention  # type: ignore[assignment]
+        own_norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
+        tables, eps = (self._cos, self._sin), self._spec.rms_eps
+        kernels.rope_store(qkv, q, k_cache, v_cache, own_norms, tables, batch.positions, batch.slots, eps)
+        self._attend_lists(attention, q, k_cache, v_cache, layer.window, out)
+
     def _attend_lists(
         self, step: Attention, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None, out: Tensor
     ) -> None:
         scale = self._spec.softmax_scale
-        for each in step.lists:
+        if step.pieces is not None:
+            own, shared, counts, group_rows = step.pieces
             kernels.attend_pieces(
                 q,
                 k_cache,
                 v_cache,
-                each.tables,
-                each.pieces,
-                each.num_pieces,
+                step.tables,
+                own,
+                shared,
+                counts,
                 step.contexts,
                 step.sums,
                 step.logs,
                 None if step.merged_rows else out,
                 scale=scale,
                 window=window,
-                rows=each.rows,
+                group_rows=group_rows,
                 programs=self._programs,
             )
-        if step.lists and step.merged_rows:
+        if step.pieces is not None and step.merged_rows:
             some = out[: step.merged_rows]
             kernels.merge_pieces(
                 q, k_cache, v_cache, step.sums, step.logs, step.results, step.starts, step.tails, some, scale=scale

@@ -97,56 +97,82 @@ def _absorb(peak, mass, total, weights, values, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _attend_pieces(
-    q, k_cache, v_cache, tables, pieces, num_pieces, contexts, sums, logs, out, scale, table_stride, block_stride, window,
+def _attend_piece(
+    q, k_cache, v_cache, tables, piece, contexts, sums, logs, out, scale, table_stride, block_stride, window, head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, IS_ALL: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A piece is a stretch of KV and the query rows that see it: (first row, rows, table, begin, end, first result). For each of
     its rows and heads comes out what the stretch gives, not yet divided, and the logarithm of the weights' sum; if it `IS_ALL`
     that its rows see, it is what they get."""
-    head = tl.program_id(1)
     lane = tl.arange(0, ROWS)
     at = tl.arange(0, DIM)
-    count = tl.load(num_pieces)
-    for piece in range(tl.program_id(0), count, tl.num_programs(0)):
-        first_row = tl.load(pieces + piece * 6)
-        num_rows = tl.load(pieces + piece * 6 + 1)
-        table = tl.load(pieces + piece * 6 + 2)
-        begin = tl.load(pieces + piece * 6 + 3)
-        end = tl.load(pieces + piece * 6 + 4)
-        result = tl.load(pieces + piece * 6 + 5)
-        row = first_row + lane // GROUP
-        used = lane < num_rows * GROUP
-        query = (row.to(tl.int64) * HEADS + head * GROUP + lane % GROUP) * DIM
-        queries = tl.load(q + query[:, None] + at[None, :], mask=used[:, None], other=0.0)
-        peak = tl.full([ROWS], float("-inf"), tl.float32)
-        mass = tl.zeros([ROWS], tl.float32)
-        total = tl.zeros([ROWS, DIM], tl.float32)
+    first_row = tl.load(piece)
+    num_rows = tl.load(piece + 1)
+    table = tl.load(piece + 2)
+    begin = tl.load(piece + 3)
+    end = tl.load(piece + 4)
+    result = tl.load(piece + 5)
+    row = first_row + lane // GROUP
+    used = lane < num_rows * GROUP
+    query = (row.to(tl.int64) * HEADS + head * GROUP + lane % GROUP) * DIM
+    queries = tl.load(q + query[:, None] + at[None, :], mask=used[:, None], other=0.0)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, DIM], tl.float32)
+    if HAS_WINDOW:
+        oldest = tl.load(contexts + row, mask=used, other=0) - window
+    for start in range(begin, end, TILE):
+        place = start + tl.arange(0, TILE)
+        inside = place < end
+        block = tl.load(tables + table.to(tl.int64) * table_stride + place // SIZE, mask=inside, other=0)
+        source = block.to(tl.int64) * block_stride + (head * SIZE + place % SIZE) * DIM
+        keys = tl.load(k_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(queries.dtype)
+        weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
+        seen = inside[None, :] & used[:, None]
         if HAS_WINDOW:
-            oldest = tl.load(contexts + row, mask=used, other=0) - window
-        for start in range(begin, end, TILE):
-            place = start + tl.arange(0, TILE)
-            inside = place < end
-            block = tl.load(tables + table.to(tl.int64) * table_stride + place // SIZE, mask=inside, other=0)
-            source = block.to(tl.int64) * block_stride + (head * SIZE + place % SIZE) * DIM
-            keys = tl.load(k_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(queries.dtype)
-            weights = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
-            seen = inside[None, :] & used[:, None]
-            if HAS_WINDOW:
-                seen = seen & (place[None, :] >= oldest[:, None])
-            weights = tl.where(seen, weights, float("-inf"))
-            values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(queries.dtype)
-            peak, mass, total = _absorb(peak, mass, total, weights, values, PRECISION)
-        if IS_ALL:
-            tl.store(
-                out + query[:, None] + at[None, :], (total / mass[:, None]).to(out.dtype.element_ty), mask=used[:, None]
-            )
-        else:
-            target = (result + lane // GROUP).to(tl.int64) * HEADS + head * GROUP + lane % GROUP
-            tl.store(sums + target[:, None] * DIM + at[None, :], total, mask=used[:, None])
-            tl.store(logs + target * 2, peak, mask=used)
-            tl.store(logs + target * 2 + 1, mass, mask=used)
+            seen = seen & (place[None, :] >= oldest[:, None])
+        weights = tl.where(seen, weights, float("-inf"))
+        values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(queries.dtype)
+        peak, mass, total = _absorb(peak, mass, total, weights, values, PRECISION)
+    if IS_ALL:
+        tl.store(
+            out + query[:, None] + at[None, :], (total / mass[:, None]).to(out.dtype.element_ty), mask=used[:, None]
+        )
+    else:
+        target = (result + lane // GROUP).to(tl.int64) * HEADS + head * GROUP + lane % GROUP
+        tl.store(sums + target[:, None] * DIM + at[None, :], total, mask=used[:, None])
+        tl.store(logs + target * 2, peak, mask=used)
+        tl.store(logs + target * 2 + 1, mass, mask=used)
+
+
+@triton.jit
+def _attend_pieces(
+    q, k_cache, v_cache, tables, own, shared, counts, contexts, sums, logs, out, scale, table_stride, block_stride, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, OWN_ROWS: tl.constexpr,
+    SHARED_ROWS: tl.constexpr, TILE: tl.constexpr, IS_ALL: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The pieces that groups share, which take longest, and then those of single rows. A list that is not there has no rows."""
+    head = tl.program_id(1)
+    num_own = 0
+    num_shared = 0
+    if OWN_ROWS > 0:
+        num_own = tl.load(counts)
+    if SHARED_ROWS > 0:
+        num_shared = tl.load(counts + 1)
+    for number in range(tl.program_id(0), num_shared + num_own, tl.num_programs(0)):
+        if SHARED_ROWS > 0:  # noqa: SIM102 (what is known beforehand, and what is not)
+            if number < num_shared:
+                _attend_piece(
+                    q, k_cache, v_cache, tables, shared + number * 6, contexts, sums, logs, out, scale, table_stride,
+                    block_stride, window, head, HEADS, GROUP, SIZE, DIM, SHARED_ROWS, TILE, IS_ALL, HAS_WINDOW, PRECISION,
+                )  # fmt: skip
+        if OWN_ROWS > 0:  # noqa: SIM102
+            if number >= num_shared:
+                _attend_piece(
+                    q, k_cache, v_cache, tables, own + (number - num_shared) * 6, contexts, sums, logs, out, scale, table_stride,
+                    block_stride, window, head, HEADS, GROUP, SIZE, DIM, OWN_ROWS, TILE, IS_ALL, HAS_WINDOW, PRECISION,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -403,8 +429,9 @@ def attend_pieces(
     k_cache: Tensor,
     v_cache: Tensor,
     tables: Tensor,
-    pieces: Tensor,
-    num_pieces: Tensor,
+    own: Tensor | None,
+    shared: Tensor | None,
+    counts: Tensor,
     contexts: Tensor,
     sums: Tensor,
     logs: Tensor,
@@ -412,19 +439,22 @@ def attend_pieces(
     *,
     scale: float,
     window: int | None,
-    rows: int,
+    group_rows: int,
     programs: int,
 ) -> None:
-    """`rows`: the most query rows that a piece has. With `out`, each piece is all that its rows see."""
+    """`counts`: how many of either list are to be done; `group_rows`: the most query rows that a shared piece has. With `out`,
+    each piece is all that its rows see."""
     heads, dim = q.shape[1:]
     kv_heads, size = k_cache.shape[1:3]
     group = heads // kv_heads
-    lanes = max(triton.next_power_of_2(rows * group), 16)
+    own_lanes = max(triton.next_power_of_2(group), 16) if own is not None else 0
+    lanes = max(triton.next_power_of_2(group_rows * group), 16) if shared is not None else 0
     _attend_pieces[(programs, kv_heads)](
-        q, k_cache, v_cache, tables, pieces, num_pieces, contexts, sums, logs, out if out is not None else sums, scale,
+        q, k_cache, v_cache, tables, own, shared, counts, contexts, sums, logs, out if out is not None else sums, scale,
         tables.stride(0), k_cache.stride(0), window or 0,
-        HEADS=heads, GROUP=group, SIZE=size, DIM=dim, ROWS=lanes, TILE=64 if lanes <= 64 else 32, IS_ALL=out is not None,
-        HAS_WINDOW=window is not None, PRECISION=_precision(q), num_warps=4 if lanes <= 64 else 8, num_stages=_stages(q),
+        HEADS=heads, GROUP=group, SIZE=size, DIM=dim, OWN_ROWS=own_lanes, SHARED_ROWS=lanes, TILE=64 if lanes <= 64 else 32,
+        IS_ALL=out is not None, HAS_WINDOW=window is not None, PRECISION=_precision(q), num_warps=4 if lanes <= 64 else 8,
+        num_stages=_stages(q),
     )  # fmt: skip
 
 

@@ -397,7 +397,7 @@ class CudaSteps:
         there, rows = self._read, kind.rows
         tables = there.tables.view(-1, self._max_blocks)
         attention = Attention(
-            self._lists(kind.has_own, kind.group_rows, there, tables),
+            _pieces(kind.has_own, kind.group_rows, there),
             (there.tails.view(-1, _TAIL), there.tail_counts) if kind.has_tails else None,
             kind.merged_rows,
             there.results,
@@ -419,15 +419,6 @@ class CudaSteps:
             (),
             attention=attention,
         )
-
-    def _lists(self, has_own: bool, group_rows: int, there: _Fields[Tensor], tables: Tensor) -> list[Pieces]:
-        """Of the two kinds of pieces, those that a step has."""
-        lists = []
-        if has_own:
-            lists.append(Pieces(there.own.view(-1, FIELDS), there.counts[:1], tables))
-        if group_rows:
-            lists.append(Pieces(there.shared.view(-1, FIELDS), there.counts[1:2], tables, group_rows))
-        return lists
 
     def _record(self, kind: _Kind) -> Recorded:
         """With nothing to do: what it writes goes to the null block."""
@@ -470,7 +461,7 @@ class CudaSteps:
                 there.tails[:, : fed.tails.shape[1]] = fed.tails
         results = len(inputs.results)
         attention = Attention(
-            self._lists(len(inputs.own) > 0, _group_rows(inputs), there, there.tables),
+            _pieces(len(inputs.own) > 0, _group_rows(inputs), there),
             (there.tails, there.tail_counts) if inputs.tails.size else None,
             len(inputs.tokens),
             there.results,
@@ -495,6 +486,14 @@ class CudaSteps:
 
 
 _NONE = np.zeros(0, np.int32)
+
+
+def _pieces(has_own: bool, group_rows: int, there: _Fields[Tensor]) -> Pieces | None:
+    """Of the two kinds of pieces, those that a step has."""
+    if not has_own and not group_rows:
+        return None
+    own, shared = there.own.view(-1, FIELDS), there.shared.view(-1, FIELDS)
+    return Pieces(own if has_own else None, shared if group_rows else None, there.counts, group_rows)
 
 
 def _group_rows(inputs: Inputs) -> int:
