@@ -15,8 +15,9 @@ if torch.cuda.is_available():
 from segue import BeamParams, Request, SamplingParams
 from segue.base.config import EngineConfig, Environment
 from segue.engine import EngineCore, Row, Sampling
-from segue.model.cuda import kernels, steps
+from segue.model.cuda import inputs, kernels, steps
 from segue.model.cuda.backend import CudaBackend
+from segue.model.cuda.inputs import make_inputs
 from segue.model.cuda.runner import CudaRunner
 from segue.model.cuda.vocabulary import best_tokens
 from segue.model.cuda.work import FIELDS, MOST_PIECES, WHOLE, Group, most_results, plan_work
@@ -26,7 +27,7 @@ from segue.model.loading import open_model
 from segue.model.runner import ModelRunner
 from segue.model.torch_backend import TorchBackend
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # rows that are nobody's may hold anything
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that are nobody's may hold anything
 SHAPES = [  # heads, kv heads, head_dim, block size, window, dtype
     (4, 2, 64, 16, None, torch.float16),
     (8, 2, 128, 16, 100, torch.float32),
@@ -246,6 +247,24 @@ def test_blocks_are_copied_in_every_layer():
     wanted[:, :, [5, 8]] = wanted[:, :, [1, 2]]
     kernels.copy_blocks(kv, torch.tensor([[1, 5], [2, 8]], dtype=torch.int32))
     assert torch.equal(kv, wanted)
+    wanted[:, :, 6] = wanted[:, :, 3]
+    pairs, count = torch.tensor([[3, 6], [77, 99]], dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    kernels.copy_blocks(kv, pairs, count)  # of which the first alone is one
+    assert torch.equal(kv, wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 5000), st.integers(1, inputs.FEW), st.sampled_from([16, 32]), st.booleans())
+def test_one_sequence_alone_is_planned_as_among_others(start, count, size, is_sampled):
+    stop = start + count
+    sampling = Sampling(SamplingParams(), 0, 1, frozenset()) if is_sampled else None
+    tokens, blocks = array("i", range(7, 7 + stop)), array("i", range(3, 3 + -(-stop // size)))
+    row = Row(1, tokens, start, stop, blocks, sampling)
+    for found, wanted in zip(
+        make_inputs([row], size, 64, 128), inputs._of_many([row], size, 64, 128, alone=False), strict=True
+    ):
+        assert found.tolist() == wanted.tolist()
+        assert found.dtype == wanted.dtype
 
 
 @settings(max_examples=60, deadline=None)

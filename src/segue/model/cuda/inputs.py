@@ -44,6 +44,12 @@ def make_inputs(
     by side, in whatever order they are in the plan; `samples` is in the plan's.
 
     `alone`: each token is computed in the same way whatever comes with it. All but beams are in tiles, and none in groups."""
+    if len(rows) == 1 and not alone and rows[0].stop - rows[0].start <= FEW and _beams(rows[0]) is None:
+        return _of_one(rows[0], block_size)
+    return _of_many(rows, block_size, group_rows, tile_rows, alone=alone)
+
+
+def _of_many(rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: int, *, alone: bool) -> Inputs:
     order = _side_by_side(rows, block_size) if not alone else None
     placed = [rows[at] for at in order] if order is not None else rows
     counts = np.array([row.stop - row.start for row in placed], np.int32)
@@ -100,6 +106,32 @@ def make_inputs(
         np.array(tiles, np.int32).reshape(-1, TILE_FIELDS),
         tables,
         _by_row(tails, total),
+    )
+
+
+def _of_one(row: Row, block_size: int) -> Inputs:
+    """A few tokens of one sequence: somebody waits for these, and for nothing else."""
+    count, table = row.stop - row.start, np.array(row.blocks, np.int32)[None]
+    positions = np.arange(row.start, row.stop, dtype=np.int32)
+    blocks, offsets = np.divmod(positions, np.int32(block_size))
+    contexts, none = positions + np.int32(1), np.zeros(count, np.int32)
+    work = plan_work(none, contexts, none)
+    is_sampled = row.sampling is not None or row.search is not None
+    return Inputs(
+        np.array(row.tokens[row.start : row.stop], np.int32),
+        positions,
+        table[0, blocks] * np.int32(block_size) + offsets,
+        contexts,
+        np.array([count - 1] if is_sampled else [], np.int32),
+        work.starts,
+        none,
+        np.array([len(work.own), 0, 0], np.int32),
+        work.own,
+        work.shared,
+        work.results,
+        _NO_TILES,
+        table,
+        _NONE,
     )
 
 
@@ -194,6 +226,7 @@ def _by_row(tails: Sequence[tuple[int, IntArray]], num_rows: int) -> IntArray:
 
 
 _NONE = np.zeros((0, 0), np.int32)
+_NO_TILES = np.zeros((0, TILE_FIELDS), np.int32)
 
 
 class BeamInputs:
@@ -226,7 +259,7 @@ class BeamInputs:
             own=work.own,
             shared=work.shared,
             results=work.results,
-            tiles=np.zeros((0, TILE_FIELDS), np.int32),
+            tiles=_NO_TILES,
             tables=tables,
             tails=_NONE,
         )

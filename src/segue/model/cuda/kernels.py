@@ -178,7 +178,7 @@ def _attend_pieces(
 @triton.jit
 def _merge_pieces(
     q, k_cache, v_cache, sums, logs, results, starts, tails, tail_counts, out, scale, tail_stride, block_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, MANY: tl.constexpr, TILE: tl.constexpr,
     HAS_TAILS: tl.constexpr,
 ):  # fmt: skip
     """What the pieces of a row's context give, together, and with them what is in the slots that a beam has for itself; a row
@@ -190,14 +190,18 @@ def _merge_pieces(
     peak = tl.full([1], float("-inf"), tl.float32)
     mass = tl.zeros([1], tl.float32)
     total = tl.zeros([DIM], tl.float32)
-    for index in range(first, last):
-        result = tl.load(results + index).to(tl.int64) * HEADS + head
-        other = tl.load(logs + result * 2)
-        new_peak = tl.maximum(peak, other)
+    for start in range(first, last, MANY):
+        index = start + tl.arange(0, MANY)
+        inside = index < last
+        result = tl.load(results + index, mask=inside, other=0).to(tl.int64) * HEADS + head
+        peaks = tl.load(logs + result * 2, mask=inside, other=float("-inf"))
+        masses = tl.load(logs + result * 2 + 1, mask=inside, other=0.0)
+        parts = tl.load(sums + result[:, None] * DIM + at[None, :], mask=inside[:, None], other=0.0)
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
         finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        fade, gain = tl.exp2(peak - finite), tl.exp2(other - finite)
-        total = total * fade + tl.load(sums + result * DIM + at) * gain
-        mass = mass * fade + tl.load(logs + result * 2 + 1) * gain
+        fade, gains = tl.exp2(peak - finite), tl.exp2(peaks - finite)
+        total = total * fade + tl.sum(parts * gains[:, None], 0)
+        mass = mass * fade + tl.sum(masses * gains, 0)
         peak = new_peak
     place = (row.to(tl.int64) * HEADS + head) * DIM + at
     if HAS_TAILS:
@@ -302,12 +306,15 @@ def _product(
 
 
 @triton.jit
-def _copy_blocks(kv, pairs, block_elements, layer_elements, BLOCK: tl.constexpr):
-    """One block of one layer's keys or values."""
+def _copy_blocks(kv, pairs, count, block_elements, layer_elements, BLOCK: tl.constexpr):
+    """One block of one layer's keys or values, if it is one of the first `count`."""
+    stop = block_elements
+    if count is not None:
+        stop = tl.where(tl.program_id(0) < tl.load(count), block_elements, 0)
     source = tl.load(pairs + tl.program_id(0) * 2).to(tl.int64) * block_elements
     target = tl.load(pairs + tl.program_id(0) * 2 + 1).to(tl.int64) * block_elements
     layer = kv + tl.program_id(1).to(tl.int64) * layer_elements
-    for start in range(0, block_elements, BLOCK):
+    for start in range(0, stop, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < block_elements
         tl.store(layer + target + at, tl.load(layer + source + at, mask=inside), mask=inside)
@@ -477,7 +484,7 @@ def merge_pieces(
     slots, counts = tails if tails is not None else (starts, starts)
     _merge_pieces[(rows, heads)](
         q, k_cache, v_cache, sums, logs, results, starts, slots, counts, out, scale, slots.stride(0), k_cache.stride(0),
-        HEADS=heads, GROUP=heads // kv_heads, SIZE=size, DIM=dim, TILE=4, HAS_TAILS=tails is not None, num_warps=1,
+        HEADS=heads, GROUP=heads // kv_heads, SIZE=size, DIM=dim, MANY=32, TILE=4, HAS_TAILS=tails is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -535,11 +542,12 @@ def largest(logits: Tensor, values: Tensor, places: Tensor, tokens: Tensor) -> N
     _largest_of_parts[(rows,)](values, places, tokens, PARTS=PARTS, num_warps=1)
 
 
-def copy_blocks(kv: Tensor, pairs: Tensor) -> None:
-    """In all layers: `pairs[i]` is a source and a target, none of which is another's source."""
+def copy_blocks(kv: Tensor, pairs: Tensor, count: Tensor | None = None) -> None:
+    """In all layers: `pairs[i]` is a source and a target, none of which is another's source. With `count`, only the first so
+    many."""
     layers, two = kv.shape[:2]
     block = kv.stride(2)
-    _copy_blocks[(len(pairs), layers * two)](kv, pairs, block, kv.stride(1), BLOCK=4096, num_warps=4)
+    _copy_blocks[(len(pairs), layers * two)](kv, pairs, count, block, kv.stride(1), BLOCK=4096, num_warps=4)
 
 
 def gather_blocks(kv: Tensor, blocks: Tensor, staged: Tensor) -> None:

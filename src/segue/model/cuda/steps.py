@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,16 +14,16 @@ from segue.kv import Copy
 from segue.model.batch import Batch
 from segue.model.cuda import kernels
 from segue.model.cuda.backend import FEW_ROWS, Attention, CudaBackend, Pieces, Tiles
+from segue.model.cuda.buffers import TAIL, Buffers, Fields, parts
 from segue.model.cuda.inputs import TILE_FIELDS, Inputs, make_inputs
 from segue.model.cuda.vocabulary import best_tokens
-from segue.model.cuda.work import FIELDS, MOST_PIECES, IntArray, most_results
+from segue.model.cuda.work import FIELDS, IntArray, most_results
 from segue.model.decoder import Decoder
 
 MOST_ROWS = 4096
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, FEW_ROWS)
 _LARGE = (320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, MOST_ROWS)
 SIZES = (*_SMALL, *_LARGE)  # rows of a recorded step
-T = TypeVar("T")
 _MORE_TILES = (
     4,
     12,
@@ -35,8 +34,7 @@ _MORE_TILES = (
     MOST_ROWS,
 )  # than one prompt has: of several prompts, or of rows that are tiles each
 _GROUPS = (8, 32)
-_TAIL = 64  # tokens that a beam of a recorded step has for itself, at most
-_BUFFERS = 8  # of the host, that steps which have not begun yet read from
+VERY_FEW = 16  # rows, whose inputs are so small that they have buffers of their own
 
 
 class Step(NamedTuple):
@@ -71,27 +69,6 @@ class Launched(NamedTuple):
     done: torch.cuda.Event
 
 
-class _Fields(NamedTuple, Generic[T]):
-    """`Inputs`, and besides which of the device's tokens is each row's, and the blocks to copy: parts of one buffer."""
-
-    tokens: T
-    positions: T
-    slots: T
-    contexts: T
-    samples: T
-    sources: T
-    copies: T
-    starts: T
-    tail_counts: T
-    counts: T
-    own: T
-    shared: T
-    results: T
-    tiles: T
-    tables: T
-    tails: T
-
-
 class _Kind(NamedTuple):
     """What a recorded step is made for: room for so much of everything. There are to be few, since each takes time to record."""
 
@@ -107,25 +84,11 @@ class _Kind(NamedTuple):
     num_candidates: int = 0  # of each row, that a search looks at
 
 
-class _Buffer(NamedTuple):
-    """Memory of the host that a step's inputs are written to, and the last copy out of it."""
-
-    memory: Tensor
-    fields: _Fields[IntArray]
-    copied: torch.cuda.Event | None = None
-
-
 class Recorded(NamedTuple):
     """`step` is where what comes of each replay is."""
 
     graph: torch.cuda.CUDAGraph
     step: Step
-
-
-def _parts(sizes: _Fields[int]) -> _Fields[slice]:
-    """One after the other."""
-    ends = np.cumsum(sizes).tolist()
-    return _Fields(*(slice(end - size, end) for end, size in zip(ends, sizes, strict=True)))
 
 
 class CudaSteps:
@@ -138,37 +101,12 @@ class CudaSteps:
         self._kv = kv
         self._block_size = kv.shape[4]
         self._max_blocks = max_blocks
-        rows = _size(min(MOST_ROWS, max_tokens))
-        few = min(FEW_ROWS, rows)
-        sequences, pieces = min(max_sequences, rows), few * MOST_PIECES
-        sizes = _Fields(
-            tokens=rows,
-            positions=rows,
-            slots=rows,
-            contexts=rows,
-            samples=rows,
-            sources=few,
-            copies=2 * few,
-            starts=rows + 1,
-            tail_counts=rows,
-            counts=3,
-            own=pieces * FIELDS,
-            shared=pieces * FIELDS,
-            results=most_results(few),
-            tiles=rows * TILE_FIELDS,
-            tables=sequences * max_blocks,
-            tails=rows * _TAIL,
-        )
-        self._max_rows, self._max_copies, self._max_sequences, self._max_pieces = rows, few, sequences, pieces
-        device, parts = backend.device, _parts(sizes)
+        device = backend.device
         pin = device.type == "cuda"
-        self._starts = parts.tables.start, parts.tails.start
-        hosts = [
-            torch.zeros(parts.tails.stop, dtype=torch.int32, pin_memory=pin) for _ in range(_BUFFERS if pin else 1)
-        ]
-        self._device = torch.zeros_like(hosts[0], device=device)
-        self._written = deque(_Buffer(host, _Fields(*(host.numpy()[part] for part in parts))) for host in hosts)
-        self._read = _Fields(*(self._device[part] for part in parts))
+        rows = self._max_rows = _size(min(MOST_ROWS, max_tokens))
+        few = min(FEW_ROWS, rows)
+        self._many = Buffers(rows, few, few, max_sequences, max_blocks, device)
+        self._few = Buffers(VERY_FEW, VERY_FEW, few, max_sequences, max_blocks, device)
         results = most_results(few)
         self._sums = torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device)
         self._logs = torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device)
@@ -244,10 +182,10 @@ class CudaSteps:
     def warm_up(self) -> None:
         """Record what is usual: tokens of many sequences, a prompt, and both."""
         for rows in SIZES:
-            if rows <= min(FEW_ROWS, self._max_rows, self._max_sequences) and self._backend.exact:
+            if rows <= min(FEW_ROWS, self._max_rows, self._many.max_sequences) and self._backend.exact:
                 for room in {self._tile_room(rows), self._tile_room(rows, rows)}:
                     self._record(_Kind(rows, rows, has_own=False, num_tiles=room, is_whole=True))
-            elif rows <= min(FEW_ROWS, self._max_rows, self._max_sequences):
+            elif rows <= min(FEW_ROWS, self._max_rows, self._many.max_sequences):
                 self._record(_Kind(rows, rows, is_whole=True))
                 self._record(_Kind(rows, rows, merged_rows=rows))
             if 16 < rows <= self._max_rows:
@@ -270,9 +208,12 @@ class CudaSteps:
     ) -> Step:
         """`sources`: which of the tokens that it is fed is each row's, if they are not in its order."""
         recorded = self._recorded.get(kind) or self._record(kind)
-        self._fill(inputs, copies, kind.rows, sources)
+        buffers = self._buffers(kind.rows)
+        buffers.fill(inputs, copies, kind.rows, sources)
+        if copies and not _copies_itself(kind, len(copies)):
+            kernels.copy_blocks(self._kv, buffers.read.copies[: 2 * len(copies)].view(-1, 2))
         if fed is not None:
-            self._feed(fed, len(inputs.tokens), has_sources=sources is not None)
+            _feed(buffers.read, fed, len(inputs.tokens), has_sources=sources is not None)
         recorded.graph.replay()
         return recorded.step.cut(len(inputs.samples))
 
@@ -288,16 +229,7 @@ class CudaSteps:
         """None if it is not to be recorded: because it is too large, or, but for the simple ones, the first of its kind.
         `at_once`: also then."""
         num_rows = len(inputs.tokens)
-        if not (
-            self.records
-            and num_rows <= self._max_rows
-            and len(inputs.tables) <= self._max_sequences
-            and inputs.tails.shape[1] <= _TAIL
-            and len(copies) <= self._max_copies
-            and len(inputs.own) <= self._max_pieces
-            and len(inputs.shared) <= self._max_pieces
-            and len(inputs.results) <= len(self._sums)
-        ):
+        if not (self.records and num_rows <= self._max_rows and self._buffers(num_rows).holds(inputs, copies)):
             return None
         kind = self._kind_of(inputs)._replace(has_head=needs_head, num_candidates=num_candidates)
         is_simple = kind.rows <= FEW_ROWS and not kind.num_tiles
@@ -311,11 +243,12 @@ class CudaSteps:
         has_own, group_rows, has_tails = len(inputs.own) > 0, _group_rows(inputs), inputs.tails.size > 0
         has_pieces = has_own or group_rows > 0
         is_mixed = has_pieces and num_tiles > 0
-        has_more = has_tails or group_rows > 0 or int(np.diff(inputs.starts).max()) > 1
+        num_results = np.diff(inputs.starts)
+        has_more = has_tails or group_rows > 0 or int(num_results.max()) > 1
         is_whole = not has_pieces or not (is_mixed or has_more)
         merged_rows = 0
         if not is_whole:
-            last = int(np.flatnonzero(np.diff(inputs.starts))[-1])
+            last = int(num_results.nonzero()[0][-1])
             merged_rows = min(rows, FEW_ROWS) if last < FEW_ROWS else rows
         return _Kind(
             rows,
@@ -334,71 +267,18 @@ class CudaSteps:
         more = _MORE_TILES if rows > FEW_ROWS else (_MORE_TILES[0], rows)
         return next(least + each for each in more if least + each >= num_tiles)
 
-    def _feed(self, fed: Fed, count: int, *, has_sources: bool) -> None:
-        tokens, sources, tails = self._read.tokens, self._read.sources, self._read.tails
-        if has_sources:
-            torch.index_select(fed.tokens, 0, sources[:count], out=tokens[:count])
-            tokens[:count].clamp_(min=0)  # -1: the last step failed, as this one will; it must not end the device
-        else:
-            tokens[:count].copy_(fed.tokens)
-        if fed.tails is not None:
-            tails.view(-1, _TAIL)[:count, : fed.tails.shape[1]] = fed.tails
-
     # Recorded steps
 
-    def _fill(self, inputs: Inputs, copies: Sequence[Copy], size: int, sources: IntArray | None = None) -> None:
-        """Into the buffer that graphs read. Rows beyond the step's own write to the null block, and attend to nothing."""
-        buffer = self._written.popleft()
-        if buffer.copied is not None:
-            buffer.copied.synchronize()
-        there, count = buffer.fields, len(inputs.tokens)
-        for field, values in (
-            (there.tokens, inputs.tokens),
-            (there.positions, inputs.positions),
-            (there.slots, inputs.slots),
-            (there.contexts, inputs.contexts),
-            (there.samples, inputs.samples),
-        ):
-            field[: len(values)] = values
-            field[len(values) : size] = 0
-        if sources is not None:
-            there.sources[: len(sources)] = sources
-        if copies:
-            there.copies[: 2 * len(copies)] = np.array(copies, np.int32).ravel()
-        there.starts[: count + 1] = inputs.starts
-        there.starts[count + 1 : size + 1] = inputs.starts[-1]
-        there.counts[:] = inputs.counts
-        for field, values in (
-            (there.own, inputs.own),
-            (there.shared, inputs.shared),
-            (there.results, inputs.results),
-            (there.tiles, inputs.tiles),
-        ):
-            field[: values.size] = values.ravel()
-        used, width = inputs.tables.shape
-        there.tables.reshape(-1, self._max_blocks)[:used, :width] = inputs.tables
-        upto = self._starts[0] + used * self._max_blocks
-        if inputs.tails.size:
-            there.tail_counts[:count] = inputs.tail_counts
-            there.tail_counts[count:size] = 0
-            there.tails.reshape(-1, _TAIL)[: len(inputs.tails), : inputs.tails.shape[1]] = inputs.tails
-            upto = self._starts[1] + len(inputs.tails) * _TAIL
-        self._device[:upto].copy_(buffer.memory[:upto], non_blocking=True)
-        if self._device.is_cuda:
-            copied = buffer.copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
-            buffer = buffer._replace(copied=copied)
-        self._written.append(buffer)
-        if copies:
-            kernels.copy_blocks(self._kv, self._read.copies[: 2 * len(copies)].view(-1, 2))
+    def _buffers(self, rows: int) -> Buffers:
+        return self._few if rows <= VERY_FEW else self._many
 
     def _static(self, kind: _Kind) -> Batch:
         """The buffer's arrays, as a step of this kind sees them."""
-        there, rows = self._read, kind.rows
+        there, rows = self._buffers(kind.rows).read, kind.rows
         tables = there.tables.view(-1, self._max_blocks)
         attention = Attention(
             _pieces(kind.has_own, kind.group_rows, there),
-            (there.tails.view(-1, _TAIL), there.tail_counts) if kind.has_tails else None,
+            (there.tails.view(-1, TAIL), there.tail_counts) if kind.has_tails else None,
             kind.merged_rows,
             there.results,
             there.starts,
@@ -422,10 +302,14 @@ class CudaSteps:
 
     def _record(self, kind: _Kind) -> Recorded:
         """With nothing to do: what it writes goes to the null block."""
-        self._device.zero_()
+        buffers = self._buffers(kind.rows)
+        buffers.device.zero_()
         batch = self._static(kind)
+        copies, num_copies = buffers.read.copies[: 2 * kind.rows].view(-1, 2), buffers.read.counts[3:]
 
         def run() -> Step:
+            if _copies_itself(kind):
+                kernels.copy_blocks(self._kv, copies, num_copies)
             hidden = self._decoder.hidden(batch, self._kv)
             if kind.num_candidates:
                 return Step(hidden, best=best_tokens(self._decoder.raw_logits(hidden), kind.num_candidates))
@@ -445,14 +329,14 @@ class CudaSteps:
     def _batch(self, inputs: Inputs, copies: Sequence[Copy], fed: Fed | None) -> Batch:
         device, spec = self._backend.device, self._decoder.spec
         given = {name: np.ascontiguousarray(each, np.int32) for name, each in inputs._asdict().items()}
-        arrays = _Fields(sources=_NONE, copies=np.array(copies, np.int32).reshape(-1, 2), **given)
-        parts = _parts(_Fields(*(each.size for each in arrays)))
-        host = torch.empty(parts.tails.stop, dtype=torch.int32, pin_memory=device.type == "cuda")
+        arrays = Fields(sources=_NONE, copies=np.array(copies, np.int32).reshape(-1, 2), **given)
+        found = parts(Fields(*(each.size for each in arrays)))
+        host = torch.empty(found.tails.stop, dtype=torch.int32, pin_memory=device.type == "cuda")
         whole: IntArray = host.numpy()
-        for part, values in zip(parts, arrays, strict=True):
+        for part, values in zip(found, arrays, strict=True):
             whole[part] = values.ravel()
         copied = host.to(device, non_blocking=True)
-        there = _Fields(*(copied[part].view(each.shape) for part, each in zip(parts, arrays, strict=True)))
+        there = Fields(*(copied[part].view(each.shape) for part, each in zip(found, arrays, strict=True)))
         if copies:
             kernels.copy_blocks(self._kv, there.copies)
         if fed is not None:
@@ -488,7 +372,7 @@ class CudaSteps:
 _NONE = np.zeros(0, np.int32)
 
 
-def _pieces(has_own: bool, group_rows: int, there: _Fields[Tensor]) -> Pieces | None:
+def _pieces(has_own: bool, group_rows: int, there: Fields[Tensor]) -> Pieces | None:
     """Of the two kinds of pieces, those that a step has."""
     if not has_own and not group_rows:
         return None
@@ -502,6 +386,22 @@ def _group_rows(inputs: Inputs) -> int:
         return 0
     most = int(inputs.shared[:, 1].max())
     return next((size for size in _GROUPS if size >= most), 1 << (most - 1).bit_length())
+
+
+def _copies_itself(kind: _Kind, num_copies: int = 0) -> bool:
+    """Whether a recording has so many blocks' copies in it: for few rows, a launch of its own would take longer."""
+    return kind.rows <= VERY_FEW and num_copies <= kind.rows
+
+
+def _feed(there: Fields[Tensor], fed: Fed, count: int, *, has_sources: bool) -> None:
+    tokens, sources, tails = there.tokens, there.sources, there.tails
+    if has_sources:
+        torch.index_select(fed.tokens, 0, sources[:count], out=tokens[:count])
+        tokens[:count].clamp_(min=0)  # -1: the last step failed, as this one will; it must not end the device
+    else:
+        tokens[:count].copy_(fed.tokens)
+    if fed.tails is not None:
+        tails.view(-1, TAIL)[:count, : fed.tails.shape[1]] = fed.tails
 
 
 def _size(num_rows: int) -> int:

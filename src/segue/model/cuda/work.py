@@ -64,18 +64,19 @@ def plan_work(begins: IntArray, ends: IntArray, tables: IntArray, groups: Sequen
     length = ends - begins
     each = piece_length(length)
     counts = -(-length // each)
-    total = int(counts.sum())
-    row = np.repeat(np.arange(len(ends), dtype=np.int32), counts)
-    index = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts).astype(np.int32)
+    starts = np.zeros(len(ends) + 1, np.int32)
+    counts.cumsum(out=starts[1:])
+    total = int(starts[-1])
+    number = np.arange(total, dtype=np.int32)
+    row = np.arange(len(ends), dtype=np.int32).repeat(counts)
+    each = each[row]
     own = np.empty((total, FIELDS), np.int32)
-    own[:, 0], own[:, 1], own[:, 2] = row, 1, tables[row]
-    own[:, 3] = begins[row] + index * each[row]
-    own[:, 4] = np.minimum(own[:, 3] + each[row], ends[row])
-    own[:, 5] = np.arange(total)
+    own[:, 0], own[:, 1], own[:, 2], own[:, 5] = row, 1, tables[row], number
+    begin = begins[row] + (number - starts[row]) * each
+    own[:, 3] = begin
+    np.minimum(begin + each, ends[row], out=own[:, 4])
     if not groups:
-        starts = np.zeros(len(ends) + 1, np.int32)
-        np.cumsum(counts, out=starts[1:])
-        return Work(own, own[:0], own[:, 5], starts)
+        return Work(own, own[:0], number, starts)
     shared, rows, results = _shared(groups, total, most)
     rows, results = np.concatenate([rows, row]), np.concatenate([results, own[:, 5]])
     order = np.argsort(rows, kind="stable")
