@@ -68,12 +68,15 @@ def run_pieces(q, cache, tables, group_rows, work, contexts, window, scale, tail
         torch.from_numpy(np.ascontiguousarray(each)) if len(each) else None for each in (work.own, work.shared)
     )
     counts = torch.tensor([len(work.own), len(work.shared)], dtype=torch.int32)
+    results, starts = torch.from_numpy(np.ascontiguousarray(work.results)), torch.from_numpy(work.starts)
+    arrivals = torch.zeros(len(q), cache.k.shape[1], dtype=torch.int32)
     kernels.attend_pieces(
-        q, cache.k, cache.v, tables, own, shared, counts, contexts, sums, logs,
-        scale=scale, window=window, group_rows=group_rows, programs=3,
+        q, cache.k, cache.v, tables, own, shared, counts, contexts, sums, logs, results, starts, arrivals, out,
+        scale=scale, window=window, group_rows=group_rows, programs=3, merges=shared is None,
     )  # fmt: skip
-    results = torch.from_numpy(np.ascontiguousarray(work.results))
-    starts = torch.from_numpy(work.starts)
+    assert not arrivals.any()
+    if shared is None:
+        return out
     kernels.merge_pieces(q, cache.k, cache.v, sums, logs, results, starts, tails, out, scale=scale)
     return out
 
@@ -112,21 +115,6 @@ def test_beams_see_what_they_share_and_their_own(heads, kv_heads, dim, size, win
     for at, count in enumerate(counts.tolist()):
         seen = torch.cat([cache.slots(tables[0], shared), slots[at, :count].long()])
         assert error(out[at], cache.attend(q[at], seen, window, scale)) < 2e-3
-
-
-def test_a_piece_that_is_all_needs_no_merging():
-    torch.manual_seed(7)
-    cache, tables = Cache(2, 64, 16, torch.float16), torch.randperm(60)[None, :40].int().repeat(3, 1)
-    q, ends = torch.randn(3, 4, 64).half(), np.array([5, 200, 256], np.int32)
-    work = plan_work(np.zeros(3, np.int32), ends, np.arange(3, dtype=np.int32))
-    out, room = torch.full_like(q, torch.nan), torch.empty(3, 4, 64)
-    pieces, count = torch.from_numpy(np.ascontiguousarray(work.own)), torch.tensor([3], dtype=torch.int32)
-    kernels.attend_pieces(
-        q, cache.k, cache.v, tables, pieces, None, count, torch.from_numpy(ends), room, room, out,
-        scale=0.125, window=None, group_rows=0, programs=2,
-    )  # fmt: skip
-    for at, end in enumerate(ends.tolist()):
-        assert error(out[at], cache.attend(q[at], cache.slots(tables[at], end), None, 0.125)) < 2e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -37,10 +37,10 @@ class Tiles(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """All that attention must know of a step, the same for every layer. The last two are room for what pieces give.
+    """All that attention must know of a step, the same for every layer. The last three are for what pieces give.
 
-    `tails`: slots that beams have for themselves, and how many each row has. `merged_rows`: the first so many have pieces; 0 if
-    no row has more than one, nor a tail."""
+    `tails`: slots that beams have for themselves, and how many each row has. `merged_rows`: the first so many have pieces that
+    are still to be put together; 0 if pieces do so themselves, because none is shared, and no row has a tail."""
 
     pieces: Pieces | None
     tails: tuple[Tensor, Tensor] | None
@@ -52,6 +52,7 @@ class Attention(NamedTuple):
     tables: Tensor
     sums: Tensor  # [results, heads, dim] fp32
     logs: Tensor  # [results, heads, 2] fp32
+    arrivals: Tensor  # [rows, kv heads], zeros
 
 
 class CudaBackend(TorchBackend):
@@ -173,11 +174,15 @@ class CudaBackend(TorchBackend):
                 step.contexts,
                 step.sums,
                 step.logs,
-                None if step.merged_rows else out,
+                step.results,
+                step.starts,
+                step.arrivals,
+                out,
                 scale=scale,
                 window=window,
                 group_rows=group_rows,
                 programs=self._programs,
+                merges=not step.merged_rows,
             )
         if step.pieces is not None and step.merged_rows:
             some = out[: step.merged_rows]

@@ -97,14 +97,38 @@ def _absorb(peak, mass, total, weights, values, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _together(sums, logs, results, first, last, head, HEADS: tl.constexpr, DIM: tl.constexpr, MANY: tl.constexpr):
+    """What the results `first … last-1` of the list give for one head: peak, mass and total, as `_absorb` has them."""
+    at = tl.arange(0, DIM)
+    peak = tl.full([1], float("-inf"), tl.float32)
+    mass = tl.zeros([1], tl.float32)
+    total = tl.zeros([DIM], tl.float32)
+    for start in range(first, last, MANY):
+        index = start + tl.arange(0, MANY)
+        inside = index < last
+        result = tl.load(results + index, mask=inside, other=0).to(tl.int64) * HEADS + head
+        peaks = tl.load(logs + result * 2, mask=inside, other=float("-inf"))
+        masses = tl.load(logs + result * 2 + 1, mask=inside, other=0.0)
+        parts = tl.load(sums + result[:, None] * DIM + at[None, :], mask=inside[:, None], other=0.0)
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
+        finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        fade, gains = tl.exp2(peak - finite), tl.exp2(peaks - finite)
+        total = total * fade + tl.sum(parts * gains[:, None], 0)
+        mass = mass * fade + tl.sum(masses * gains, 0)
+        peak = new_peak
+    return peak, mass, total
+
+
+@triton.jit
 def _attend_piece(
-    q, k_cache, v_cache, tables, piece, contexts, sums, logs, out, scale, table_stride, block_stride, window, head,
+    q, k_cache, v_cache, tables, piece, contexts, sums, logs, results, starts, arrivals, out, scale, table_stride, block_stride,
+    window, head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, IS_ALL: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, MERGES: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A piece is a stretch of KV and the query rows that see it: (first row, rows, table, begin, end, first result). For each of
-    its rows and heads comes out what the stretch gives, not yet divided, and the logarithm of the weights' sum; if it `IS_ALL`
-    that its rows see, it is what they get."""
+    its rows and heads comes out what the stretch gives, not yet divided, and the logarithm of the weights' sum. If it `MERGES`,
+    it has one row; whoever is last of that row's pieces puts them together, and leaves `arrivals` as it was."""
     lane = tl.arange(0, ROWS)
     at = tl.arange(0, DIM)
     first_row = tl.load(piece)
@@ -135,7 +159,11 @@ def _attend_piece(
         weights = tl.where(seen, weights, float("-inf"))
         values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(queries.dtype)
         peak, mass, total = _absorb(peak, mass, total, weights, values, PRECISION)
-    if IS_ALL:
+    others = 1
+    if MERGES:
+        first, last = tl.load(starts + first_row), tl.load(starts + first_row + 1)
+        others = last - first - 1
+    if others == 0:
         tl.store(
             out + query[:, None] + at[None, :], (total / mass[:, None]).to(out.dtype.element_ty), mask=used[:, None]
         )
@@ -144,13 +172,24 @@ def _attend_piece(
         tl.store(sums + target[:, None] * DIM + at[None, :], total, mask=used[:, None])
         tl.store(logs + target * 2, peak, mask=used)
         tl.store(logs + target * 2 + 1, mass, mask=used)
+        if MERGES:
+            arrived = arrivals + first_row * (HEADS // GROUP) + head
+            tl.debug_barrier()
+            if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == others:
+                tl.store(arrived, 0)
+                for each in tl.static_range(GROUP):
+                    which = head * GROUP + each
+                    _, weight, whole = _together(sums, logs, results, first, last, which, HEADS, DIM, 32)
+                    place = (first_row.to(tl.int64) * HEADS + which) * DIM
+                    tl.store(out + place + at, (whole / weight).to(out.dtype.element_ty))
 
 
 @triton.jit
 def _attend_pieces(
-    q, k_cache, v_cache, tables, own, shared, counts, contexts, sums, logs, out, scale, table_stride, block_stride, window,
+    q, k_cache, v_cache, tables, own, shared, counts, contexts, sums, logs, results, starts, arrivals, out, scale, table_stride,
+    block_stride, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, OWN_ROWS: tl.constexpr,
-    SHARED_ROWS: tl.constexpr, TILE: tl.constexpr, IS_ALL: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED_ROWS: tl.constexpr, TILE: tl.constexpr, MERGES: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The pieces that groups share, which take longest, and then those of single rows. A list that is not there has no rows."""
     head = tl.program_id(1)
@@ -164,14 +203,16 @@ def _attend_pieces(
         if SHARED_ROWS > 0:  # noqa: SIM102 (what is known beforehand, and what is not)
             if number < num_shared:
                 _attend_piece(
-                    q, k_cache, v_cache, tables, shared + number * 6, contexts, sums, logs, out, scale, table_stride,
-                    block_stride, window, head, HEADS, GROUP, SIZE, DIM, SHARED_ROWS, TILE, IS_ALL, HAS_WINDOW, PRECISION,
+                    q, k_cache, v_cache, tables, shared + number * 6, contexts, sums, logs, results, starts, arrivals, out, scale,
+                    table_stride, block_stride, window, head,
+                    HEADS, GROUP, SIZE, DIM, SHARED_ROWS, TILE, False, HAS_WINDOW, PRECISION,
                 )  # fmt: skip
         if OWN_ROWS > 0:  # noqa: SIM102
             if number >= num_shared:
                 _attend_piece(
-                    q, k_cache, v_cache, tables, own + (number - num_shared) * 6, contexts, sums, logs, out, scale, table_stride,
-                    block_stride, window, head, HEADS, GROUP, SIZE, DIM, OWN_ROWS, TILE, IS_ALL, HAS_WINDOW, PRECISION,
+                    q, k_cache, v_cache, tables, own + (number - num_shared) * 6, contexts, sums, logs, results, starts, arrivals,
+                    out, scale, table_stride, block_stride, window, head,
+                    HEADS, GROUP, SIZE, DIM, OWN_ROWS, TILE, MERGES, HAS_WINDOW, PRECISION,
                 )  # fmt: skip
 
 
@@ -187,22 +228,7 @@ def _merge_pieces(
     head = tl.program_id(1)
     at = tl.arange(0, DIM)
     first, last = tl.load(starts + row), tl.load(starts + row + 1)
-    peak = tl.full([1], float("-inf"), tl.float32)
-    mass = tl.zeros([1], tl.float32)
-    total = tl.zeros([DIM], tl.float32)
-    for start in range(first, last, MANY):
-        index = start + tl.arange(0, MANY)
-        inside = index < last
-        result = tl.load(results + index, mask=inside, other=0).to(tl.int64) * HEADS + head
-        peaks = tl.load(logs + result * 2, mask=inside, other=float("-inf"))
-        masses = tl.load(logs + result * 2 + 1, mask=inside, other=0.0)
-        parts = tl.load(sums + result[:, None] * DIM + at[None, :], mask=inside[:, None], other=0.0)
-        new_peak = tl.maximum(peak, tl.max(peaks, 0))
-        finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        fade, gains = tl.exp2(peak - finite), tl.exp2(peaks - finite)
-        total = total * fade + tl.sum(parts * gains[:, None], 0)
-        mass = mass * fade + tl.sum(masses * gains, 0)
-        peak = new_peak
+    peak, mass, total = _together(sums, logs, results, first, last, head, HEADS, DIM, MANY)
     place = (row.to(tl.int64) * HEADS + head) * DIM + at
     if HAS_TAILS:
         count = tl.load(tail_counts + row)
@@ -442,25 +468,30 @@ def attend_pieces(
     contexts: Tensor,
     sums: Tensor,
     logs: Tensor,
-    out: Tensor | None = None,
+    results: Tensor,
+    starts: Tensor,
+    arrivals: Tensor,
+    out: Tensor,
     *,
     scale: float,
     window: int | None,
     group_rows: int,
     programs: int,
+    merges: bool,
 ) -> None:
-    """`counts`: how many of either list are to be done; `group_rows`: the most query rows that a shared piece has. With `out`,
-    each piece is all that its rows see."""
+    """`counts`: how many of either list are to be done; `group_rows`: the most query rows that a shared piece has. If it
+    `merges`, which it cannot if there are shared ones, `out` is done; otherwise that is for `merge_pieces` to do. `arrivals`:
+    zeros, [rows, kv heads]."""
     heads, dim = q.shape[1:]
     kv_heads, size = k_cache.shape[1:3]
     group = heads // kv_heads
     own_lanes = max(triton.next_power_of_2(group), 16) if own is not None else 0
     lanes = max(triton.next_power_of_2(group_rows * group), 16) if shared is not None else 0
     _attend_pieces[(programs, kv_heads)](
-        q, k_cache, v_cache, tables, own, shared, counts, contexts, sums, logs, out if out is not None else sums, scale,
+        q, k_cache, v_cache, tables, own, shared, counts, contexts, sums, logs, results, starts, arrivals, out, scale,
         tables.stride(0), k_cache.stride(0), window or 0,
         HEADS=heads, GROUP=group, SIZE=size, DIM=dim, OWN_ROWS=own_lanes, SHARED_ROWS=lanes, TILE=64 if lanes <= 64 else 32,
-        IS_ALL=out is not None, HAS_WINDOW=window is not None, PRECISION=_precision(q), num_warps=4 if lanes <= 64 else 8,
+        MERGES=merges, HAS_WINDOW=window is not None, PRECISION=_precision(q), num_warps=4 if lanes <= 64 else 8,
         num_stages=_stages(q),
     )  # fmt: skip
 

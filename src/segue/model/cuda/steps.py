@@ -78,8 +78,7 @@ class _Kind(NamedTuple):
     group_rows: int = 0  # of a piece that a group shares, at most; 0 if there is none
     num_tiles: int = 0
     has_tails: bool = False
-    is_whole: bool = False
-    merged_rows: int = 0  # of the first rows, that have pieces
+    merged_rows: int = 0  # of the first rows, whose pieces are to be put together
     has_head: bool = True
     num_candidates: int = 0  # of each row, that a search looks at
 
@@ -110,6 +109,7 @@ class CudaSteps:
         results = most_results(few)
         self._sums = torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device)
         self._logs = torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device)
+        self._arrivals = torch.zeros(rows, spec.num_kv_heads, dtype=torch.int32, device=device)
         self._values = torch.empty(rows, kernels.PARTS, dtype=torch.float32, device=device)
         self._places = torch.empty(rows, kernels.PARTS, dtype=torch.int32, device=device)
         self._turn = 0  # of two that tokens arrive in: one is read while the other is written
@@ -184,14 +184,13 @@ class CudaSteps:
         for rows in SIZES:
             if rows <= min(FEW_ROWS, self._max_rows, self._many.max_sequences) and self._backend.exact:
                 for room in {self._tile_room(rows), self._tile_room(rows, rows)}:
-                    self._record(_Kind(rows, rows, has_own=False, num_tiles=room, is_whole=True))
+                    self._record(_Kind(rows, rows, has_own=False, num_tiles=room))
             elif rows <= min(FEW_ROWS, self._max_rows, self._many.max_sequences):
-                self._record(_Kind(rows, rows, is_whole=True))
-                self._record(_Kind(rows, rows, merged_rows=rows))
+                self._record(_Kind(rows, rows))
             if 16 < rows <= self._max_rows:
                 tiles, samples = self._tile_room(rows), min(rows, FEW_ROWS)
-                self._record(_Kind(rows, 1, has_own=False, num_tiles=tiles, is_whole=True))
-                self._record(_Kind(rows, samples, num_tiles=tiles, merged_rows=min(rows, FEW_ROWS)))
+                self._record(_Kind(rows, 1, has_own=False, num_tiles=tiles))
+                self._record(_Kind(rows, samples, num_tiles=tiles))
         torch.cuda.synchronize(self._backend.device)
 
     def _inputs(self, rows: Sequence[Row]) -> Inputs:
@@ -241,14 +240,10 @@ class CudaSteps:
     def _kind_of(self, inputs: Inputs) -> _Kind:
         rows, num_samples, num_tiles = _size(len(inputs.tokens)), len(inputs.samples), len(inputs.tiles)
         has_own, group_rows, has_tails = len(inputs.own) > 0, _group_rows(inputs), inputs.tails.size > 0
-        has_pieces = has_own or group_rows > 0
-        is_mixed = has_pieces and num_tiles > 0
-        num_results = np.diff(inputs.starts)
-        has_more = has_tails or group_rows > 0 or int(num_results.max()) > 1
-        is_whole = not has_pieces or not (is_mixed or has_more)
+        is_mixed = (has_own or group_rows > 0) and num_tiles > 0
         merged_rows = 0
-        if not is_whole:
-            last = int(num_results.nonzero()[0][-1])
+        if group_rows or has_tails:
+            last = int(np.diff(inputs.starts).nonzero()[0][-1])
             merged_rows = min(rows, FEW_ROWS) if last < FEW_ROWS else rows
         return _Kind(
             rows,
@@ -257,7 +252,6 @@ class CudaSteps:
             group_rows,
             self._tile_room(rows, num_tiles) if num_tiles else 0,
             has_tails,
-            is_whole,
             merged_rows,
         )
 
@@ -287,6 +281,7 @@ class CudaSteps:
             tables,
             self._sums,
             self._logs,
+            self._arrivals,
         )
         return Batch(
             there.tokens[:rows],
@@ -347,7 +342,7 @@ class CudaSteps:
         attention = Attention(
             _pieces(len(inputs.own) > 0, _group_rows(inputs), there),
             (there.tails, there.tail_counts) if inputs.tails.size else None,
-            len(inputs.tokens),
+            len(inputs.tokens) if len(inputs.shared) else 0,
             there.results,
             there.starts,
             there.contexts,
@@ -355,6 +350,7 @@ class CudaSteps:
             there.tables,
             torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device),
             torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device),
+            torch.zeros(len(inputs.tokens), spec.num_kv_heads, dtype=torch.int32, device=device),
         )
         return Batch(
             there.tokens,
