@@ -115,10 +115,12 @@ def _of_one(row: Row, block_size: int) -> Inputs:
     positions = np.arange(row.start, row.stop, dtype=np.int32)
     blocks, offsets = np.divmod(positions, np.int32(block_size))
     contexts, none = positions + np.int32(1), np.zeros(count, np.int32)
+    known, tokens = row.tokens[row.start : row.stop], np.zeros(count, np.int32)
+    tokens[: len(known)] = known  # a last one may still be the device's secret
     work = plan_work(none, contexts, none)
     is_sampled = row.sampling is not None or row.search is not None
     return Inputs(
-        np.array(row.tokens[row.start : row.stop], np.int32),
+        tokens,
         positions,
         table[0, blocks] * np.int32(block_size) + offsets,
         contexts,
