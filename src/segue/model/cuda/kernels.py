@@ -515,7 +515,7 @@ def merge_pieces(
     slots, counts = tails if tails is not None else (starts, starts)
     _merge_pieces[(rows, heads)](
         q, k_cache, v_cache, sums, logs, results, starts, slots, counts, out, scale, slots.stride(0), k_cache.stride(0),
-        HEADS=heads, GROUP=heads // kv_heads, SIZE=size, DIM=dim, MANY=32, TILE=4, HAS_TAILS=tails is not None, num_warps=4,
+        HEADS=heads, GROUP=heads // kv_heads, SIZE=size, DIM=dim, MANY=8, TILE=4, HAS_TAILS=tails is not None, num_warps=1,
     )  # fmt: skip
 
 
