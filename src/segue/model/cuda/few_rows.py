@@ -27,6 +27,7 @@ from segue.model.spec import ModelSpec
 MOST_ROWS = 16
 _WARPS = 8
 _RING = 3  # chunks; with more it is no faster
+_FASTER = ((2048, MOST_ROWS), (4096, 8))  # by hidden size: rows up to which it was measured to be (docs/log.md)
 _COLUMNS: gl.constexpr = gl.constexpr(16)  # of a tile
 _wait_for_warps = getattr(gl, "barrier", None) or gl.thread_barrier  # its name changed between Triton 3.6 and 3.7
 
@@ -317,7 +318,7 @@ def most_rows(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
     properties: Any = torch.cuda.get_device_properties(device)
     if properties.major < 8 or properties.shared_memory_per_block_optin < _shared_memory(spec, MOST_ROWS):
         return 0
-    return MOST_ROWS if spec.hidden_size <= 4096 else 8 if spec.hidden_size <= 8192 else 0
+    return next((rows for size, rows in _FASTER if spec.hidden_size <= size), 0)
 
 
 def _step(spec: ModelSpec) -> int | None:

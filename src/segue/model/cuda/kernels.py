@@ -487,6 +487,8 @@ def attend_pieces(
     group = heads // kv_heads
     own_lanes = max(triton.next_power_of_2(group), 16) if own is not None else 0
     lanes = max(triton.next_power_of_2(group_rows * group), 16) if shared is not None else 0
+    if own is not None and shared is not None:
+        programs *= 2  # who has a shared piece has none besides, and what is short is done beside it
     _attend_pieces[(programs, kv_heads)](
         q, k_cache, v_cache, tables, own, shared, counts, contexts, sums, logs, results, starts, arrivals, out, scale,
         tables.stride(0), k_cache.stride(0), window or 0,
