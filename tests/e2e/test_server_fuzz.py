@@ -72,7 +72,10 @@ def check_answer(status, body, what, content_type="application/json"):
         assert content_type.startswith("application/json"), shown
         message = json.loads(body)["error"]["message"]
         assert isinstance(message, str) and message, shown
-        assert not re.search(r"/(work|home|usr|tmp|root|var|opt|proc)/|site-packages|\.py\b", message), shown
+        place = re.search(r"/(work|home|usr|tmp|root|var|opt|proc)/|site-packages|\.py\b", message)
+        assert place is None or place.group() in urllib.parse.unquote(repr(what)), (
+            shown
+        )  # it may repeat what it was told
 
 
 class Sender:

@@ -184,3 +184,10 @@ def test_an_engine_says_what_it_says_in_single_precision():
 def test_what_it_is_not_for():
     assert few_rows._step(spec(576, 576, 1536)) is None
     assert few_rows.most_rows(spec(1024, 1024, 1024), torch.bfloat16, torch.device("cpu")) == 0
+
+
+def test_a_triton_without_gluon():
+    hidden = "import sys; sys.modules['triton.experimental.gluon'] = None; "
+    said = hidden + "from segue.model.cuda import backend; print(backend.few_rows)"
+    run = subprocess.run([sys.executable, "-c", said], check=True, capture_output=True, text=True)
+    assert run.stdout == "None\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,17 @@ from torch import Tensor
 
 from segue.model.backend import Layer
 from segue.model.batch import Batch
-from segue.model.cuda import few_rows, kernels
-from segue.model.cuda.few_rows import FewRows, Matrices
+from segue.model.cuda import kernels
 from segue.model.spec import ModelSpec
 from segue.model.torch_backend import TorchBackend
+
+try:
+    from segue.model.cuda import few_rows
+except (ImportError, AttributeError):  # Gluon is experimental: with another than we know, few rows are done as many are
+    few_rows = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from segue.model.cuda.few_rows import FewRows
 
 FEW_ROWS = 256  # of logits, that all recorded steps write to the same memory
 _MOST_LANES = 128  # query heads times rows, of a group's piece
@@ -82,8 +89,8 @@ class CudaBackend(TorchBackend):
         self.tile_rows = 32 if dtype == torch.float32 else 64 if exact or spec.head_dim > 128 else 128
         units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self._programs = max(2 * units // spec.num_kv_heads, 1)
-        self._few = few_rows.most_rows(spec, dtype, device) if not exact else 0
-        self._few_rows = FewRows(spec, device) if self._few else None
+        self._few = few_rows.most_rows(spec, dtype, device) if few_rows is not None and not exact else 0
+        self._few_rows = few_rows.FewRows(spec, device) if self._few else None
 
     def linear(self, x: Tensor, matrix: Tensor, bias: Tensor | None, into: str) -> Tensor:
         """Logits of a few rows always go to the same memory."""
@@ -142,7 +149,7 @@ class CudaBackend(TorchBackend):
         ):
             self._attend(layer, qkv, q, batch, k_cache, v_cache, out)
             next_qkv, next_bias = (after.qkv, after.qkv_bias) if after is not None else (None, None)
-            matrices = Matrices(
+            matrices = few_rows.Matrices(
                 layer.o, layer.gate_up, layer.down, next_qkv, layer.o_bias, next_bias, layer.post_norm, norm
             )
             between.run(number, matrices, out.view(len(out), -1), residual, gated, qkv)
