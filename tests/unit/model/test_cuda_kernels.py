@@ -15,11 +15,11 @@ if torch.cuda.is_available():
 from segue import BeamParams, Request, SamplingParams
 from segue.base.config import EngineConfig, Environment
 from segue.engine import EngineCore, Row, Sampling
-from segue.model.cuda import inputs, kernels, steps
+from segue.model.cuda import choosing, inputs, kernels, steps
 from segue.model.cuda.backend import CudaBackend
+from segue.model.cuda.choosing import PARTS, best_of_groups, best_tokens, legal_tokens, likeliest
 from segue.model.cuda.inputs import make_inputs
 from segue.model.cuda.runner import CudaRunner
-from segue.model.cuda.vocabulary import best_tokens
 from segue.model.cuda.work import FIELDS, MOST_PIECES, WHOLE, Group, most_results, plan_work
 from segue.model.decoder import Decoder
 from segue.model.items import Catalogue
@@ -207,9 +207,9 @@ def test_the_likeliest_token_is_the_first_of_the_largest():
     logits[2, 0] = 60.0
     logits[3, 999] = 60.0
     logits[4, 500] = torch.nan
-    values, places = torch.empty(5, kernels.PARTS), torch.empty(5, kernels.PARTS, dtype=torch.int32)
+    values, places = torch.empty(5, PARTS), torch.empty(5, PARTS, dtype=torch.int32)
     tokens = torch.empty(5, dtype=torch.int32)
-    kernels.largest(logits, values, places, tokens)
+    likeliest(logits, values, places, tokens)
     assert tokens.tolist() == [int(logits[0].argmax()), 77, 0, 999, -1]
 
 
@@ -218,15 +218,76 @@ def test_the_best_of_a_vocabulary(vocab):
     torch.manual_seed(5)
     logits = torch.randn(4, vocab)
     logits[2] *= 100
-    tokens, logprobs = best_tokens(logits, 20)
-    wanted, order = logits.double().log_softmax(-1).topk(20, dim=-1)
+    tokens, logprobs = best_tokens(logits, 7)
+    wanted, order = logits.double().log_softmax(-1).topk(7, dim=-1)
     assert tokens.tolist() == order.tolist()
     assert torch.allclose(logprobs.double(), wanted, atol=1e-4)
     logits[1, 7] = torch.nan
-    assert best_tokens(logits, 20)[1][1].isnan().any()
+    assert best_tokens(logits, 7)[1][1].isnan().any()
     few = torch.randint(-3, 3, (4, vocab)).float()  # many are equal: the first of them
-    wanted = few.double().sort(dim=-1, descending=True, stable=True).indices[:, :20]
-    assert best_tokens(few, 20)[0].tolist() == wanted.tolist()
+    wanted = few.double().sort(dim=-1, descending=True, stable=True).indices[:, :7]
+    assert best_tokens(few, 7)[0].tolist() == wanted.tolist()
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_the_best_of_each_group_come_in_order_and_of_equal_ones_the_first(data):
+    groups, beams, count = (data.draw(st.integers(1, most)) for most in (3, 6, 40))
+    width, has_scores = data.draw(st.integers(1, 40)), data.draw(st.booleans())
+    randomly = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    logprobs = -torch.randint(0, 9, (groups * beams, count), generator=randomly).float()  # of which many are equal
+    logprobs[torch.rand(logprobs.shape, generator=randomly) < 0.2] = -torch.inf
+    tokens, nodes = (torch.randint(0, 999, logprobs.shape, generator=randomly, dtype=torch.int32) for _ in range(2))
+    scores = -torch.randint(0, 9, (groups, beams), generator=randomly).float()
+    scores[torch.rand(scores.shape, generator=randomly) < 0.2] = -torch.inf
+    chosen = torch.full((4, groups, width), 77, dtype=torch.int32)
+    best_of_groups(logprobs, tokens, nodes, scores if has_scores else None, chosen)
+    found = chosen[0].view(torch.float32)
+    for group in range(groups):
+        mine = slice(group * beams, (group + 1) * beams)
+        totals = (logprobs[mine] + (scores[group][:, None] if has_scores else 0.0)).flatten()
+        order = totals.sort(descending=True, stable=True).indices[:width]
+        live = [at for at in order.tolist() if totals[at] > -torch.inf]
+        assert found[group, : len(live)].tolist() == totals[live].tolist()
+        assert (found[group, len(live) :] == -torch.inf).all()
+        assert chosen[1, group, : len(live)].tolist() == [at // count for at in live]
+        assert chosen[2, group, : len(live)].tolist() == tokens[mine].flatten()[live].tolist()
+        assert chosen[3, group, : len(live)].tolist() == nodes[mine].flatten()[live].tolist()
+
+
+@pytest.mark.parametrize("size", [3, 5000])
+def test_more_than_one_program_sorts_is_sorted_otherwise(size, monkeypatch):
+    torch.manual_seed(size)
+    logits, scores = torch.randint(-30, 30, (6, size)).float(), torch.randn(2, 3)
+    count = min(size, 9)
+    logprobs, tokens = torch.randn(6, 50), torch.arange(300, dtype=torch.int32).view(6, 50)
+    found = []
+    for most in (choosing._MOST_SORTED, 1):
+        monkeypatch.setattr(choosing, "_MOST_SORTED", most)
+        chosen = torch.empty(4, 2, 200, dtype=torch.int32)
+        best_of_groups(logprobs, tokens, None, scores, chosen)
+        found.append((*best_tokens(logits, count), chosen[0].view(torch.float32), chosen[1:]))
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one.double(), other.double(), atol=1e-5)
+
+
+@pytest.mark.parametrize("of_all", [False, True])
+def test_what_may_follow_beams_is_what_their_nodes_have(of_all):
+    torch.manual_seed(3)
+    logits, level = torch.randn(4, 3000), torch.randperm(3000)[:20].int()
+    children, parents = torch.tensor([0, 3, 3, 9, 20], dtype=torch.int32), torch.tensor([2, 0, 3, 0], dtype=torch.int32)
+    logprobs, tokens, nodes = legal_tokens(logits, level, children, parents, 11, of_all=of_all)
+    for row, parent in enumerate(parents.tolist()):
+        begin, end = children[parent], children[parent + 1]
+        here = level[begin:end].long()
+        total = logits[row].logsumexp(-1) if of_all else logits[row, here].logsumexp(-1)
+        assert tokens[row, : end - begin].tolist() == here.tolist()
+        assert nodes[row, : end - begin].tolist() == list(range(begin, end))
+        assert torch.allclose(logprobs[row, : end - begin], logits[row, here] - total, atol=1e-5)
+        assert (logprobs[row, end - begin :] == -torch.inf).all()
+    first = legal_tokens(logits[:1], level, None, None, 20, of_all=of_all)
+    assert first[1][0].tolist() == level.tolist()
+    assert first[2][0].tolist() == list(range(20))
 
 
 def test_blocks_are_copied_in_every_layer():

@@ -9,8 +9,8 @@ import torch
 from segue.base.types import SamplingParams
 from segue.engine import Row, Sampling
 from segue.model.cuda.backend import CudaBackend
+from segue.model.cuda.choosing import best_tokens
 from segue.model.cuda.steps import CudaSteps
-from segue.model.cuda.vocabulary import best_tokens
 from segue.model.decoder import Decoder
 
 _CANDIDATES = 64

@@ -6,6 +6,8 @@ alone: how its context is cut into pieces follows from its length, not from what
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -15,10 +17,22 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _add_norm(x, residual, weight, out, eps, hidden, HAS_X: tl.constexpr, BLOCK: tl.constexpr):
+def _begin(EARLY: tl.constexpr):
+    """Where the device can, a kernel is brought there while the one before it still runs, and waits for it here: before it reads
+    what that one writes, and before it writes anything. Inputs of a step may be read earlier. Each program waits, so that a
+    kernel never ends before those that it follows."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _add_norm(x, residual, weight, out, eps, hidden, HAS_X: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * hidden
     at = tl.arange(0, BLOCK)
     inside = at < hidden
+    weights = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    _begin(EARLY)
     sums = tl.load(residual + row + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_X:
         sums += tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
@@ -26,15 +40,15 @@ def _add_norm(x, residual, weight, out, eps, hidden, HAS_X: tl.constexpr, BLOCK:
         tl.store(residual + row + at, rounded, mask=inside)
         sums = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(sums * sums) / hidden + eps)
-    weights = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row + at, (weights * (sums * scale)).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gate(gate_up, out, width, BLOCK: tl.constexpr):
+def _gate(gate_up, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
+    _begin(EARLY)
     gate = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + at, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
@@ -44,7 +58,7 @@ def _gate(gate_up, out, width, BLOCK: tl.constexpr):
 def _rope_store(
     qkv, q_out, k_cache, v_cache, q_norm, k_norm, cos, sin, positions, slots, eps, block_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
-    MANY: tl.constexpr,
+    MANY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Heads `MANY` at a time: q's are normed and rotated into `q_out`, k's into the cache, v's go there as they are."""
     token = tl.program_id(0).to(tl.int64)
@@ -55,6 +69,11 @@ def _rope_store(
     is_kv = (head >= HEADS) & (head < total)
     source = qkv + (token * total + head)[:, None] * (2 * HALF) + at[None, :]
     there = (head < total)[:, None]
+    position = tl.load(positions + token).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    c = tl.load(cos + position * HALF + at)[None, :]
+    s = tl.load(sin + position * HALF + at)[None, :]
+    _begin(EARLY)
     left = tl.load(source, mask=there, other=0.0).to(tl.float32)
     right = tl.load(source + HALF, mask=there, other=0.0).to(tl.float32)
     turned = (~is_v)[:, None]
@@ -64,15 +83,11 @@ def _rope_store(
         high = tl.where(is_q[:, None], tl.load(q_norm + HALF + at)[None, :], tl.load(k_norm + HALF + at)[None, :])
         left = tl.where(turned, left * scale * low, left)
         right = tl.where(turned, right * scale * high.to(tl.float32), right)
-    position = tl.load(positions + token).to(tl.int64)
-    c = tl.load(cos + position * HALF + at)[None, :]
-    s = tl.load(sin + position * HALF + at)[None, :]
     new_left = tl.where(turned, left * c - right * s, left)
     new_right = tl.where(turned, right * c + left * s, right)
     q_at = q_out + (token * HEADS + head)[:, None] * (2 * HALF) + at[None, :]
     tl.store(q_at, new_left.to(q_out.dtype.element_ty), mask=is_q[:, None])
     tl.store(q_at + HALF, new_right.to(q_out.dtype.element_ty), mask=is_q[:, None])
-    slot = tl.load(slots + token).to(tl.int64)
     kv_head = tl.where(is_v, head - HEADS - KV_HEADS, head - HEADS)
     place = (slot // SIZE) * block_stride + (kv_head * SIZE + slot % SIZE) * (2 * HALF)
     k_at = k_cache + place[:, None] + at[None, :]
@@ -190,6 +205,7 @@ def _attend_pieces(
     block_stride, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, OWN_ROWS: tl.constexpr,
     SHARED_ROWS: tl.constexpr, TILE: tl.constexpr, MERGES: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The pieces that groups share, which take longest, and then those of single rows. A list that is not there has no rows."""
     head = tl.program_id(1)
@@ -199,6 +215,7 @@ def _attend_pieces(
         num_own = tl.load(counts)
     if SHARED_ROWS > 0:
         num_shared = tl.load(counts + 1)
+    _begin(EARLY)
     for number in range(tl.program_id(0), num_shared + num_own, tl.num_programs(0)):
         if SHARED_ROWS > 0:  # noqa: SIM102 (what is known beforehand, and what is not)
             if number < num_shared:
@@ -220,7 +237,7 @@ def _attend_pieces(
 def _merge_pieces(
     q, k_cache, v_cache, sums, logs, results, starts, tails, tail_counts, out, scale, tail_stride, block_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, MANY: tl.constexpr, TILE: tl.constexpr,
-    HAS_TAILS: tl.constexpr,
+    HAS_TAILS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """What the pieces of a row's context give, together, and with them what is in the slots that a beam has for itself; a row
     without any (padding, or one of a tile) is left alone."""
@@ -228,6 +245,7 @@ def _merge_pieces(
     head = tl.program_id(1)
     at = tl.arange(0, DIM)
     first, last = tl.load(starts + row), tl.load(starts + row + 1)
+    _begin(EARLY)
     peak, mass, total = _together(sums, logs, results, first, last, head, HEADS, DIM, MANY)
     place = (row.to(tl.int64) * HEADS + head) * DIM + at
     if HAS_TAILS:
@@ -362,51 +380,6 @@ def _move_blocks(kv, blocks, staged, block_elements, layer_elements, OUT: tl.con
             tl.store(here + at, tl.load(there + at, mask=inside), mask=inside)
 
 
-@triton.jit
-def _survey(logits, maxima, logs, vocab, num_chunks, CHUNK: tl.constexpr, MANY: tl.constexpr):
-    """The largest of each `CHUNK` logits, and of all that a program sees, the logarithm of the exponentials' sum."""
-    row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1) * MANY + tl.arange(0, MANY)
-    at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    found = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    best = tl.max(found, 1)
-    tl.store(maxima + row * num_chunks + chunk, best, mask=chunk < num_chunks)
-    top = tl.max(best, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    mass = tl.sum(tl.sum(tl.exp2((found - top) * LOG2E), 1), 0)
-    tl.store(logs + row * tl.num_programs(1) + tl.program_id(1), top + tl.log2(mass) / LOG2E)
-
-
-@triton.jit
-def _largest_parts(logits, values, places, vocab, each, BLOCK: tl.constexpr):
-    """The first of a part's largest numbers, and where it is; a NaN is larger than all."""
-    row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    best = float("-inf")
-    where = 0
-    for start in range(part * each, tl.minimum((part + 1) * each, vocab), BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < tl.minimum((part + 1) * each, vocab)
-        found = tl.load(logits + row * vocab + at, mask=inside, other=float("-inf")).to(tl.float32)
-        found = tl.where(found != found, float("inf"), found)
-        top = tl.max(found, 0)
-        first = tl.min(tl.where(found == top, at, vocab), 0)
-        where = tl.where(top > best, first, where)
-        best = tl.maximum(best, top)
-    tl.store(values + row * tl.num_programs(1) + part, best)
-    tl.store(places + row * tl.num_programs(1) + part, where)
-
-
-@triton.jit
-def _largest_of_parts(values, places, tokens, PARTS: tl.constexpr):
-    row = tl.program_id(0)
-    at = tl.arange(0, PARTS)
-    found = tl.load(values + row * PARTS + at)
-    top = tl.max(found, 0)
-    token = tl.min(tl.where(found == top, tl.load(places + row * PARTS + at), 2147483647), 0)
-    tl.store(tokens + row, tl.where(top == float("inf"), -1, token))
-
-
 def _precision(x: Tensor) -> str:
     """fp32 means fp32; narrower types are multiplied exactly anyhow."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
@@ -414,6 +387,16 @@ def _precision(x: Tensor) -> str:
 
 def _stages(x: Tensor) -> int:
     return 1 if x.dtype == torch.float32 else 3
+
+
+@cache
+def _is_early(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _early(x: Tensor) -> dict[str, bool]:
+    """Options of a kernel that has `_begin`."""
+    return {"EARLY": True, "launch_pdl": True} if _is_early(x.device) else {"EARLY": False}
 
 
 # What calls them. Shapes are as the kernels say; all tensors are contiguous.
@@ -425,7 +408,7 @@ def add_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, out
     block = triton.next_power_of_2(hidden)
     warps = 4 if hidden <= 2048 else 8
     _add_norm[(rows,)](
-        x, residual, weight, out, eps, hidden, HAS_X=x is not None, BLOCK=block, num_warps=warps
+        x, residual, weight, out, eps, hidden, HAS_X=x is not None, BLOCK=block, num_warps=warps, **_early(out)
     )  # fmt: skip
 
 
@@ -433,7 +416,7 @@ def gate(gate_up: Tensor, out: Tensor) -> None:
     """silu of the first half, times the second."""
     rows, width = out.shape
     block = 1024
-    _gate[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4)
+    _gate[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4, **_early(out))
 
 
 def rope_store(
@@ -454,6 +437,7 @@ def rope_store(
     _rope_store[(len(q_out), triton.cdiv(heads + 2 * kv_heads, many))](
         qkv, q_out, k_cache, v_cache, q_norm, k_norm, *tables, positions, slots, eps, k_cache.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=dim // 2, HAS_NORM=norms is not None, MANY=many, num_warps=2,
+        **_early(q_out),
     )  # fmt: skip
 
 
@@ -494,7 +478,7 @@ def attend_pieces(
         tables.stride(0), k_cache.stride(0), window or 0,
         HEADS=heads, GROUP=group, SIZE=size, DIM=dim, OWN_ROWS=own_lanes, SHARED_ROWS=lanes, TILE=64 if lanes <= 64 else 32,
         MERGES=merges, HAS_WINDOW=window is not None, PRECISION=_precision(q), num_warps=4 if lanes <= 64 else 8,
-        num_stages=_stages(q),
+        num_stages=_stages(q), **_early(q),
     )  # fmt: skip
 
 
@@ -518,6 +502,7 @@ def merge_pieces(
     _merge_pieces[(rows, heads)](
         q, k_cache, v_cache, sums, logs, results, starts, slots, counts, out, scale, slots.stride(0), k_cache.stride(0),
         HEADS=heads, GROUP=heads // kv_heads, SIZE=size, DIM=dim, MANY=8, TILE=4, HAS_TAILS=tails is not None, num_warps=1,
+        **_early(q),
     )  # fmt: skip
 
 
@@ -564,17 +549,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
     return out
 
 
-PARTS = 64  # of a row of logits
-
-
-def largest(logits: Tensor, values: Tensor, places: Tensor, tokens: Tensor) -> None:
-    """tokens[i] is where row i's largest logit is, the first if there are several; -1 if one is infinite or no number. `values`
-    and `places`: room for [rows, PARTS] fp32 and int32."""
-    rows, vocab = logits.shape
-    _largest_parts[(rows, PARTS)](logits, values, places, vocab, triton.cdiv(vocab, PARTS), BLOCK=1024, num_warps=4)
-    _largest_of_parts[(rows,)](values, places, tokens, PARTS=PARTS, num_warps=1)
-
-
 def copy_blocks(kv: Tensor, pairs: Tensor, count: Tensor | None = None) -> None:
     """In all layers: `pairs[i]` is a source and a target, none of which is another's source. With `count`, only the first so
     many."""
@@ -595,18 +569,3 @@ def scatter_blocks(kv: Tensor, blocks: Tensor, staged: Tensor) -> None:
     layers, two = kv.shape[:2]
     grid = (len(blocks), layers * two)
     _move_blocks[grid](kv, blocks, staged, kv.stride(2), kv.stride(1), OUT=False, BLOCK=2048, num_warps=4)
-
-
-CHUNK = 64  # logits that are represented by their largest
-_CHUNKS = 32  # of them, that one program looks at
-
-
-def survey(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each run of `CHUNK` logits, and each row's logarithm of the sum of exponentials: in one reading."""
-    rows, vocab = logits.shape
-    num_chunks = triton.cdiv(vocab, CHUNK)
-    programs = triton.cdiv(num_chunks, _CHUNKS)
-    maxima = torch.empty(rows, num_chunks, dtype=torch.float32, device=logits.device)
-    logs = torch.empty(rows, programs, dtype=torch.float32, device=logits.device)
-    _survey[(rows, programs)](logits, maxima, logs, vocab, num_chunks, CHUNK=CHUNK, MANY=_CHUNKS, num_warps=4)
-    return maxima, logs.logsumexp(-1)

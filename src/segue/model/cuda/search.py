@@ -19,10 +19,16 @@ from torch import Tensor
 
 from segue.engine import Candidates, Row, SearchStep
 from segue.kv import Copy
-from segue.model.cuda import kernels
+from segue.model.cuda.choosing import (
+    MOST_LEGAL,
+    best_of_groups,
+    best_tokens,
+    largest,
+    legal_tokens,
+    log_totals,
+)
 from segue.model.cuda.inputs import BeamInputs
 from segue.model.cuda.steps import CudaSteps, Fed, Step
-from segue.model.cuda.vocabulary import best_tokens, largest
 from segue.model.decoder import Decoder
 from segue.model.items import Walk
 from segue.model.searcher import DeviceLevel, Searcher
@@ -55,6 +61,11 @@ class Beams(NamedTuple):
     tokens: Tensor
     nodes: Tensor
 
+    @classmethod
+    def of(cls, chosen: Tensor) -> Beams:
+        """As `best_of_groups` gives them."""
+        return cls(chosen[0].view(torch.float32), chosen[1], chosen[2], chosen[3])
+
 
 class Swept(NamedTuple):
     """Searches on their way to their ends: which rows' they are, what arrives on the host, and a catalogue's depth."""
@@ -80,9 +91,8 @@ class Sweeps:
         parts = []
         for places in kinds.values():
             some = [rows[at] for at in places]
-            history = self._sweep(some, copies)
+            packed = self._sweep(some, copies)
             copies = ()
-            packed = torch.stack([torch.stack([beams.scores.view(torch.int32), *beams[1:]]) for beams in history])
             walk = some[0].search.constraint if some[0].search is not None else None
             arrived = packed
             if packed.device.type == "cuda":
@@ -103,25 +113,26 @@ class Sweeps:
             found.update(zip(places, _as_candidates(arrived, depth), strict=True))
         return [found[at] for at in range(len(found))]
 
-    def _sweep(self, rows: list[Row], copies: Sequence[Copy]) -> list[Beams]:
+    def _sweep(self, rows: list[Row], copies: Sequence[Copy]) -> Tensor:
+        """What each pass chose, [passes, 4, groups, width]."""
         steps = [row.search for row in rows if row.search is not None]
         width, passes = steps[0].params.width, steps[0].passes
         count = 0 if steps[0].constraint is not None else width
-        first = self._steps.run(rows, copies, needs_head=True, num_candidates=count)
+        step = self._steps.run(rows, copies, needs_head=True, num_candidates=count)
+        history = torch.empty(passes, 4, len(rows), width, dtype=torch.int32, device=step.hidden.device)
+        self._choose(step, steps, None, 0, history[0])
         inputs = BeamInputs(rows, steps, self._block_size, self._steps.group_rows)
-        slots = self._on_device(inputs.slots, first.hidden.device)
-        beams = self._choose(first, steps, None)
-        history, tails = [beams], None
+        tails = None
         for number in range(1, passes):
+            beams = Beams.of(history[number - 1])
             fed = Fed(beams.tokens.flatten(), tails)
             step = self._steps.run_inputs(inputs.of(number), fed=fed, needs_head=True, num_candidates=count)
-            beams = self._choose(step, steps, beams, number)
-            history.append(beams)
+            self._choose(step, steps, beams, number, history[number])
             if number + 1 < passes:
-                own = slots[number - 1][:, None]
+                own = self._on_device(inputs.slots[number - 1][:, None], history.device)
                 had = own if tails is None else torch.cat([tails, own], 1)
-                begins = torch.arange(len(rows), device=had.device)[:, None] * width
-                tails = had[(begins + beams.parents).flatten()]
+                begins = torch.arange(0, len(had), width, device=had.device)[:, None]
+                tails = had[(begins + history[number, 1]).flatten()]
         return history
 
     def _on_device(self, values: npt.NDArray[np.int32], device: torch.device) -> Tensor:
@@ -137,14 +148,14 @@ class Sweeps:
         scores = torch.tensor([step.scores], dtype=torch.float32).to(hidden.device)
         nodes = torch.tensor([step.nodes], dtype=torch.int32).to(hidden.device)
         before = Beams(scores, nodes, nodes, nodes)
+        chosen = torch.empty(4, 1, step.num_candidates, dtype=torch.int32, device=hidden.device)
         if walk is None:
             tokens, logprobs = best_tokens(logits, step.num_candidates)
-            found = _best(tokens, logprobs, torch.zeros_like(tokens), before, 1, step.num_candidates)
+            best_of_groups(logprobs, tokens, None, scores, chosen)
         else:
-            count = self._fan_out(step)
-            legal = self._legal(logits, [step], before if step.depth else None, step.depth, count)
-            found = _best(*legal, before, 1, step.num_candidates)
-        candidates = _as_candidates(torch.stack([found.scores.view(torch.int32), *found[1:]])[None].cpu(), None)[0]
+            legal = self._legal(logits, [step], before if step.depth else None, step.depth, self._fan_out(step))
+            best_of_groups(*legal, scores, chosen)
+        candidates = _as_candidates(chosen[None].cpu(), None)[0]
         if not isinstance(walk, Walk):
             return candidates
         return candidates._replace(ends=walk.catalogue.are_ends(candidates.nodes, step.depth))
@@ -152,35 +163,44 @@ class Sweeps:
     def _fan_out(self, step: SearchStep) -> int:
         return step.constraint.catalogue.most_children[step.depth] if isinstance(step.constraint, Walk) else 1
 
-    def _choose(self, step: Step, steps: list[SearchStep], before: Beams | None, depth: int = 0) -> Beams:
+    def _choose(self, step: Step, steps: list[SearchStep], before: Beams | None, depth: int, chosen: Tensor) -> None:
         """The best of each group."""
-        groups, width, walk = len(steps), steps[0].params.width, steps[0].constraint
+        groups, walk, scores = len(steps), steps[0].constraint, before.scores if before is not None else None
         if walk is None:
             assert step.best is not None
             tokens, logprobs = step.best
-            return _best(tokens, logprobs, torch.zeros_like(tokens), before, groups, width)
+            best_of_groups(logprobs, tokens, None, scores, chosen)
+            return
         assert isinstance(walk, Walk)
         logits = self._decoder.raw_logits(step.hidden) if step.logits is None else step.logits
         count = walk.catalogue.most_children[depth]
         rows_each = len(logits) // groups
         at_once = max(_MOST_AT_ONCE // (count * rows_each), 1)
-        parts = []
         for at in range(0, groups, at_once):
             part = slice(at, at + at_once)
             had = Beams(*(each[part] for each in before)) if before is not None else None
             mine = logits[at * rows_each : (at + at_once) * rows_each]
             legal = self._legal(mine, steps[part], had, depth, count)
-            parts.append(_best(*legal, had, len(steps[part]), width))
-        return parts[0] if len(parts) == 1 else Beams(*(torch.cat(each) for each in zip(*parts, strict=True)))
+            some = chosen if at_once >= groups else torch.empty_like(chosen[:, part])
+            best_of_groups(*legal, had.scores if had is not None else None, some)
+            if some is not chosen:
+                chosen[:, part] = some
 
     def _legal(
         self, logits: Tensor, steps: list[SearchStep], before: Beams | None, depth: int, count: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What may follow each beam: tokens, log-probabilities and nodes, [beams, count]; -inf where there are fewer."""
+        """What may follow each beam: log-probabilities, tokens and nodes, [beams, count]; -inf where there are fewer."""
         walk = steps[0].constraint
         assert isinstance(walk, Walk)
         levels, device = self._searcher.levels_of(walk.catalogue, logits.device), logits.device
         here: DeviceLevel = levels[depth]
+        of_all = steps[0].params.scoring == "full"
+        if count <= MOST_LEGAL and not any(_denied(step, depth) is not None for step in steps):
+            if before is None:
+                return legal_tokens(logits, here.tokens, None, None, count, of_all=of_all)
+            return legal_tokens(
+                logits, here.tokens, levels[depth - 1].children, before.nodes.flatten(), count, of_all=of_all
+            )
         nodes = torch.arange(count, device=device)[None, :]
         if before is None:
             nodes = nodes.expand(len(logits), -1)
@@ -193,14 +213,14 @@ class Sweeps:
             nodes = nodes.clamp(max=len(here.tokens) - 1)
         each = len(logits) // len(steps)
         for number, step in enumerate(steps):
-            denied = step.constraint.denied if isinstance(step.constraint, Walk) else None
-            if denied is not None and len(denied[depth]):
+            denied = _denied(step, depth)
+            if denied is not None:
                 part = slice(number * each, (number + 1) * each)
-                legal[part] &= torch.isin(nodes[part], torch.from_numpy(denied[depth]).to(device), invert=True)
+                legal[part] &= torch.isin(nodes[part], torch.from_numpy(denied).to(device), invert=True)
         tokens = here.tokens[nodes].long()
         own = logits.gather(1, tokens).float().masked_fill_(~legal, -torch.inf)
-        total = kernels.survey(logits)[1] if steps[0].params.scoring == "full" else own.logsumexp(-1)
-        return tokens, own - total[:, None], nodes
+        total = log_totals(logits) if of_all else own.logsumexp(-1)
+        return own - total[:, None], tokens, nodes
 
 
 def _kind(row: Row) -> tuple[object, ...]:
@@ -211,25 +231,10 @@ def _kind(row: Row) -> tuple[object, ...]:
     return step.params.width, step.passes, id(walk.catalogue) if isinstance(walk, Walk) else None, step.params.scoring
 
 
-def _best(tokens: Tensor, logprobs: Tensor, nodes: Tensor, before: Beams | None, groups: int, width: int) -> Beams:
-    """Out of each beam's continuations, [beams, count], those of each group that are best with what its beams have."""
-    count = tokens.shape[1]
-    totals = logprobs.reshape(groups, -1, count)
-    if before is not None:
-        totals = totals + before.scores[:, :, None]
-        totals = torch.where(before.scores[:, :, None] == -torch.inf, -torch.inf, totals)
-    totals = totals.reshape(groups, -1)
-    found = min(width, totals.shape[1])
-    where = largest(totals, found)
-    scores, parents = totals.gather(1, where), where // count
-    tokens, nodes = (each.reshape(groups, -1).gather(1, where) for each in (tokens, nodes))
-    beams = Beams(scores, parents.int(), tokens.int(), nodes.int())
-    if found == width:
-        return beams
-    fill = (-torch.inf, 0, 0, 0)
-    return Beams(
-        *(torch.nn.functional.pad(each, (0, width - found), value=v) for each, v in zip(beams, fill, strict=True))
-    )
+def _denied(step: SearchStep, depth: int) -> npt.NDArray[np.int32] | None:
+    """Nodes of this depth that are not to be taken, if there are any."""
+    denied = step.constraint.denied if isinstance(step.constraint, Walk) else None
+    return denied[depth] if denied is not None and len(denied[depth]) else None
 
 
 def _as_candidates(packed: Tensor, depth: int | None) -> list[Candidates]:

@@ -12,11 +12,10 @@ from torch import Tensor
 from segue.engine import Row
 from segue.kv import Copy
 from segue.model.batch import Batch
-from segue.model.cuda import kernels
+from segue.model.cuda import choosing, kernels
 from segue.model.cuda.backend import FEW_ROWS, Attention, CudaBackend, Pieces, Tiles
 from segue.model.cuda.buffers import TAIL, Buffers, Fields, parts
 from segue.model.cuda.inputs import TILE_FIELDS, Inputs, make_inputs
-from segue.model.cuda.vocabulary import best_tokens
 from segue.model.cuda.work import FIELDS, IntArray, most_results
 from segue.model.decoder import Decoder
 
@@ -110,8 +109,8 @@ class CudaSteps:
         self._sums = torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device)
         self._logs = torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(rows, spec.num_kv_heads, dtype=torch.int32, device=device)
-        self._values = torch.empty(rows, kernels.PARTS, dtype=torch.float32, device=device)
-        self._places = torch.empty(rows, kernels.PARTS, dtype=torch.int32, device=device)
+        self._values = torch.empty(rows, choosing.PARTS, dtype=torch.float32, device=device)
+        self._places = torch.empty(rows, choosing.PARTS, dtype=torch.int32, device=device)
         self._turn = 0  # of two that tokens arrive in: one is read while the other is written
         self._arrived = [torch.zeros(rows, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
         self._done = [torch.cuda.Event() for _ in range(2)] if pin else []  # type: ignore[no-untyped-call]
@@ -150,7 +149,7 @@ class CudaSteps:
             hidden = self._decoder.hidden(self._batch(inputs, copies, fed), self._kv)
             if not num_candidates:
                 return Step(hidden)
-            return Step(hidden, best=best_tokens(self._decoder.raw_logits(hidden), num_candidates))
+            return Step(hidden, best=choosing.best_tokens(self._decoder.raw_logits(hidden), num_candidates))
         return self._replay(kind, inputs, copies, fed)
 
     def launch(self, rows: Sequence[Row], copies: Sequence[Copy], after: Launched | None) -> Launched | None:
@@ -307,12 +306,12 @@ class CudaSteps:
                 kernels.copy_blocks(self._kv, copies, num_copies)
             hidden = self._decoder.hidden(batch, self._kv)
             if kind.num_candidates:
-                return Step(hidden, best=best_tokens(self._decoder.raw_logits(hidden), kind.num_candidates))
+                return Step(hidden, best=choosing.best_tokens(self._decoder.raw_logits(hidden), kind.num_candidates))
             if not kind.has_head:
                 return Step(hidden)
             logits = self._decoder.raw_logits(hidden)
             tokens = torch.empty(kind.samples, dtype=torch.int32, device=self._backend.device)
-            kernels.largest(logits, self._values, self._places, tokens)
+            choosing.likeliest(logits, self._values, self._places, tokens)
             return Step(hidden, logits, tokens)
 
         recorded = self._recorded[kind] = capture(run, self._pool)
