@@ -136,7 +136,7 @@ def compile_all() -> None:
     for (hidden, mixed, inner, qkv), rows in COMPILED:
         fixed = {
             "HIDDEN": hidden, "MIXED": mixed, "INNER": inner, "QKV": qkv, "ROWS": rows, "STEP": 1024, "RING": few_rows._RING,
-            "WARPS": few_rows._WARPS, "HAS_O_BIAS": False, "HAS_QKV_BIAS": False, "o_bias": None, "qkv_bias": None,
+            "WARPS": few_rows._WARPS, "HAS_O_BIAS": False, "HAS_QKV_BIAS": False, "EARLY": True, "o_bias": None, "qkv_bias": None,
         }  # fmt: skip
         kinds = {"matrices": ("*bf16",) * 4, "norms": ("*bf16",) * 2, "counter": "*i32", "next_counter": "*i32"}
         kinds |= {"rows": "i32", "eps": "fp32"} | dict.fromkeys(fixed, "constexpr")

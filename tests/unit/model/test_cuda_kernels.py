@@ -71,7 +71,7 @@ def run_pieces(q, cache, tables, group_rows, work, contexts, window, scale, tail
     results, starts = torch.from_numpy(np.ascontiguousarray(work.results)), torch.from_numpy(work.starts)
     arrivals = torch.zeros(len(q), cache.k.shape[1], dtype=torch.int32)
     kernels.attend_pieces(
-        q, cache.k, cache.v, tables, own, shared, counts, contexts, sums, logs, results, starts, arrivals, out,
+        q, cache.k, cache.v, tables, own, shared, counts, contexts, sums, logs, starts, arrivals, out,
         scale=scale, window=window, group_rows=group_rows, programs=3, merges=shared is None,
     )  # fmt: skip
     assert not arrivals.any()

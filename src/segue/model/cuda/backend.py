@@ -181,7 +181,6 @@ class CudaBackend(TorchBackend):
                 step.contexts,
                 step.sums,
                 step.logs,
-                step.results,
                 step.starts,
                 step.arrivals,
                 out,

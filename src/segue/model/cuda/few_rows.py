@@ -21,12 +21,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from segue.model.cuda import kernels
 from segue.model.spec import ModelSpec
 
 MOST_ROWS = 16
 _WARPS = 8
-_RING = 3  # chunks; with more it is no faster
+_RING = 4  # chunks: so many that a multiprocessor has room for one program only, and each has its own
 _FASTER = ((2048, MOST_ROWS), (4096, 8))  # by hidden size: rows up to which it was measured to be (docs/log.md)
 _COLUMNS: gl.constexpr = gl.constexpr(16)  # of a tile
 _wait_for_warps = getattr(gl, "barrier", None) or gl.thread_barrier  # its name changed between Triton 3.6 and 3.7
@@ -192,7 +194,7 @@ def _normed(
 def _between_attentions(
     mixed, residual, gated, next_qkv, matrices, o_bias, qkv_bias, norms, counter, next_counter, rows, eps,
     HIDDEN: gl.constexpr, MIXED: gl.constexpr, INNER: gl.constexpr, QKV: gl.constexpr, ROWS: gl.constexpr, STEP: gl.constexpr,
-    RING: gl.constexpr, WARPS: gl.constexpr, HAS_O_BIAS: gl.constexpr, HAS_QKV_BIAS: gl.constexpr,
+    RING: gl.constexpr, WARPS: gl.constexpr, HAS_O_BIAS: gl.constexpr, HAS_QKV_BIAS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """`mixed` is what attention gave. If there is no next layer, `QKV` is 0. `counter` is 0 before, the next one afterwards."""
     part: gl.constexpr = STEP // WARPS
@@ -214,6 +216,8 @@ def _between_attentions(
     )
     for early in gl.static_range(RING - 1):
         _ask(me * 0 + early, ring, matrices, counts, me, programs, HIDDEN, MIXED, INNER, STEP, WARPS, RING)
+    if EARLY:  # weights are nobody's secret; all else is that of the kernel before
+        gdc_wait()
     if me == 0:
         gl.store(next_counter, 0)
     zero = gl.zeros([WARPS, _COLUMNS, ROWS], gl.float32, sums)
@@ -256,6 +260,8 @@ def _between_attentions(
 
     if QKV > 0:
         _meet(counter, 3 * programs)
+        if EARLY:
+            gdc_launch_dependents()
         parts, shrink = _normed(residual, norms[1], rows, few, eps, HIDDEN, part, right, ROWS, WARPS)
         for tile in range(me, QKV // _COLUMNS, programs):
             total = zero
@@ -307,6 +313,7 @@ class FewRows:
             HIDDEN=hidden, MIXED=mixed.shape[1], INNER=gated.shape[1], QKV=qkv.shape[1] if there else 0,
             ROWS=8 if rows <= 8 else 16, STEP=self._step, RING=_RING, WARPS=_WARPS, HAS_O_BIAS=matrices.o_bias is not None,
             HAS_QKV_BIAS=there and matrices.qkv_bias is not None, num_warps=_WARPS, launch_cooperative_grid=True,
+            **kernels.early(residual),
         )  # fmt: skip
 
 

@@ -113,7 +113,8 @@ def _absorb(peak, mass, total, weights, values, PRECISION: tl.constexpr):
 
 @triton.jit
 def _together(sums, logs, results, first, last, head, HEADS: tl.constexpr, DIM: tl.constexpr, MANY: tl.constexpr):
-    """What the results `first … last-1` of the list give for one head: peak, mass and total, as `_absorb` has them."""
+    """What the results `first … last-1` (of the list, if there is one) give for one head: peak, mass and total, as `_absorb` has
+    them."""
     at = tl.arange(0, DIM)
     peak = tl.full([1], float("-inf"), tl.float32)
     mass = tl.zeros([1], tl.float32)
@@ -121,7 +122,10 @@ def _together(sums, logs, results, first, last, head, HEADS: tl.constexpr, DIM: 
     for start in range(first, last, MANY):
         index = start + tl.arange(0, MANY)
         inside = index < last
-        result = tl.load(results + index, mask=inside, other=0).to(tl.int64) * HEADS + head
+        result = index
+        if results is not None:
+            result = tl.load(results + index, mask=inside, other=0)
+        result = result.to(tl.int64) * HEADS + head
         peaks = tl.load(logs + result * 2, mask=inside, other=float("-inf"))
         masses = tl.load(logs + result * 2 + 1, mask=inside, other=0.0)
         parts = tl.load(sums + result[:, None] * DIM + at[None, :], mask=inside[:, None], other=0.0)
@@ -136,7 +140,7 @@ def _together(sums, logs, results, first, last, head, HEADS: tl.constexpr, DIM: 
 
 @triton.jit
 def _attend_piece(
-    q, k_cache, v_cache, tables, piece, contexts, sums, logs, results, starts, arrivals, out, scale, table_stride, block_stride,
+    q, k_cache, v_cache, tables, piece, contexts, sums, logs, starts, arrivals, out, scale, table_stride, block_stride,
     window, head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, MERGES: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
@@ -154,6 +158,10 @@ def _attend_piece(
     result = tl.load(piece + 5)
     row = first_row + lane // GROUP
     used = lane < num_rows * GROUP
+    others = 1
+    if MERGES:
+        first, last = tl.load(starts + first_row), tl.load(starts + first_row + 1)
+        others = last - first - 1
     query = (row.to(tl.int64) * HEADS + head * GROUP + lane % GROUP) * DIM
     queries = tl.load(q + query[:, None] + at[None, :], mask=used[:, None], other=0.0)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -174,10 +182,6 @@ def _attend_piece(
         weights = tl.where(seen, weights, float("-inf"))
         values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(queries.dtype)
         peak, mass, total = _absorb(peak, mass, total, weights, values, PRECISION)
-    others = 1
-    if MERGES:
-        first, last = tl.load(starts + first_row), tl.load(starts + first_row + 1)
-        others = last - first - 1
     if others == 0:
         tl.store(
             out + query[:, None] + at[None, :], (total / mass[:, None]).to(out.dtype.element_ty), mask=used[:, None]
@@ -194,14 +198,14 @@ def _attend_piece(
                 tl.store(arrived, 0)
                 for each in tl.static_range(GROUP):
                     which = head * GROUP + each
-                    _, weight, whole = _together(sums, logs, results, first, last, which, HEADS, DIM, 32)
+                    _, weight, whole = _together(sums, logs, None, first, last, which, HEADS, DIM, 32)
                     place = (first_row.to(tl.int64) * HEADS + which) * DIM
                     tl.store(out + place + at, (whole / weight).to(out.dtype.element_ty))
 
 
 @triton.jit
 def _attend_pieces(
-    q, k_cache, v_cache, tables, own, shared, counts, contexts, sums, logs, results, starts, arrivals, out, scale, table_stride,
+    q, k_cache, v_cache, tables, own, shared, counts, contexts, sums, logs, starts, arrivals, out, scale, table_stride,
     block_stride, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, OWN_ROWS: tl.constexpr,
     SHARED_ROWS: tl.constexpr, TILE: tl.constexpr, MERGES: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
@@ -220,14 +224,14 @@ def _attend_pieces(
         if SHARED_ROWS > 0:  # noqa: SIM102 (what is known beforehand, and what is not)
             if number < num_shared:
                 _attend_piece(
-                    q, k_cache, v_cache, tables, shared + number * 6, contexts, sums, logs, results, starts, arrivals, out, scale,
+                    q, k_cache, v_cache, tables, shared + number * 6, contexts, sums, logs, starts, arrivals, out, scale,
                     table_stride, block_stride, window, head,
                     HEADS, GROUP, SIZE, DIM, SHARED_ROWS, TILE, False, HAS_WINDOW, PRECISION,
                 )  # fmt: skip
         if OWN_ROWS > 0:  # noqa: SIM102
             if number >= num_shared:
                 _attend_piece(
-                    q, k_cache, v_cache, tables, own + (number - num_shared) * 6, contexts, sums, logs, results, starts, arrivals,
+                    q, k_cache, v_cache, tables, own + (number - num_shared) * 6, contexts, sums, logs, starts, arrivals,
                     out, scale, table_stride, block_stride, window, head,
                     HEADS, GROUP, SIZE, DIM, OWN_ROWS, TILE, MERGES, HAS_WINDOW, PRECISION,
                 )  # fmt: skip
@@ -394,9 +398,12 @@ def _is_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _early(x: Tensor) -> dict[str, bool]:
-    """Options of a kernel that has `_begin`."""
+def early(x: Tensor) -> dict[str, bool]:
+    """Options of a kernel that waits for the one before it by itself."""
     return {"EARLY": True, "launch_pdl": True} if _is_early(x.device) else {"EARLY": False}
+
+
+_FEW = 16  # rows
 
 
 # What calls them. Shapes are as the kernels say; all tensors are contiguous.
@@ -408,7 +415,7 @@ def add_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, out
     block = triton.next_power_of_2(hidden)
     warps = 4 if hidden <= 2048 else 8
     _add_norm[(rows,)](
-        x, residual, weight, out, eps, hidden, HAS_X=x is not None, BLOCK=block, num_warps=warps, **_early(out)
+        x, residual, weight, out, eps, hidden, HAS_X=x is not None, BLOCK=block, num_warps=warps, **early(out)
     )  # fmt: skip
 
 
@@ -416,7 +423,7 @@ def gate(gate_up: Tensor, out: Tensor) -> None:
     """silu of the first half, times the second."""
     rows, width = out.shape
     block = 1024
-    _gate[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4, **_early(out))
+    _gate[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block, num_warps=4, **early(out))
 
 
 def rope_store(
@@ -437,7 +444,7 @@ def rope_store(
     _rope_store[(len(q_out), triton.cdiv(heads + 2 * kv_heads, many))](
         qkv, q_out, k_cache, v_cache, q_norm, k_norm, *tables, positions, slots, eps, k_cache.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=dim // 2, HAS_NORM=norms is not None, MANY=many, num_warps=2,
-        **_early(q_out),
+        **early(q_out),
     )  # fmt: skip
 
 
@@ -452,7 +459,6 @@ def attend_pieces(
     contexts: Tensor,
     sums: Tensor,
     logs: Tensor,
-    results: Tensor,
     starts: Tensor,
     arrivals: Tensor,
     out: Tensor,
@@ -464,21 +470,27 @@ def attend_pieces(
     merges: bool,
 ) -> None:
     """`counts`: how many of either list are to be done; `group_rows`: the most query rows that a shared piece has. If it
-    `merges`, which it cannot if there are shared ones, `out` is done; otherwise that is for `merge_pieces` to do. `arrivals`:
-    zeros, [rows, kv heads]."""
+    `merges`, which it cannot if there are shared ones, `out` is done, and result i is piece i's; otherwise that is for
+    `merge_pieces` to do. `arrivals`: zeros, [rows, kv heads]."""
     heads, dim = q.shape[1:]
     kv_heads, size = k_cache.shape[1:3]
     group = heads // kv_heads
     own_lanes = max(triton.next_power_of_2(group), 16) if own is not None else 0
     lanes = max(triton.next_power_of_2(group_rows * group), 16) if shared is not None else 0
+    tile, warps, stages, registers = 64 if lanes <= 64 else 32, 4 if lanes <= 64 else 8, _stages(q), None
+    if shared is not None:
+        stages = min(stages, 2)
     if own is not None and shared is not None:
-        programs *= 2  # who has a shared piece has none besides, and what is short is done beside it
+        programs *= 4  # who has a shared piece has none besides, and what is short is done beside it
+        tile, registers = 32, 168 if warps == 4 else None  # so that three of them are on a multiprocessor
+    if shared is None and len(q) <= _FEW and q.element_size() == 2 and dim <= 128:
+        tile = 128  # there is room for all of a piece at once
     _attend_pieces[(programs, kv_heads)](
-        q, k_cache, v_cache, tables, own, shared, counts, contexts, sums, logs, results, starts, arrivals, out, scale,
+        q, k_cache, v_cache, tables, own, shared, counts, contexts, sums, logs, starts, arrivals, out, scale,
         tables.stride(0), k_cache.stride(0), window or 0,
-        HEADS=heads, GROUP=group, SIZE=size, DIM=dim, OWN_ROWS=own_lanes, SHARED_ROWS=lanes, TILE=64 if lanes <= 64 else 32,
-        MERGES=merges, HAS_WINDOW=window is not None, PRECISION=_precision(q), num_warps=4 if lanes <= 64 else 8,
-        num_stages=_stages(q), **_early(q),
+        HEADS=heads, GROUP=group, SIZE=size, DIM=dim, OWN_ROWS=own_lanes, SHARED_ROWS=lanes, TILE=tile,
+        MERGES=merges, HAS_WINDOW=window is not None, PRECISION=_precision(q), num_warps=warps,
+        num_stages=stages, maxnreg=registers, **early(q),
     )  # fmt: skip
 
 
@@ -501,8 +513,8 @@ def merge_pieces(
     slots, counts = tails if tails is not None else (starts, starts)
     _merge_pieces[(rows, heads)](
         q, k_cache, v_cache, sums, logs, results, starts, slots, counts, out, scale, slots.stride(0), k_cache.stride(0),
-        HEADS=heads, GROUP=heads // kv_heads, SIZE=size, DIM=dim, MANY=8, TILE=4, HAS_TAILS=tails is not None, num_warps=1,
-        **_early(q),
+        HEADS=heads, GROUP=heads // kv_heads, SIZE=size, DIM=dim, MANY=32, TILE=4, HAS_TAILS=tails is not None, num_warps=1,
+        **early(q),
     )  # fmt: skip
 
 

@@ -6,7 +6,8 @@
     row 3   |-------------- own --------------|
 
 A context of more than 256 tokens is cut into pieces of 128, or into thirty-two where that would be more: by its own length
-alone, so that its sum is the same whatever else is in the step.
+alone, so that its sum is the same whatever else is in the step. Pieces that many rows share take longer to put together, so long
+stretches of these have fewer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 PIECE = 128
+SHARED_PIECE, MUCH_SHARED = 192, 1024  # of a shared stretch of more tokens than that
 WHOLE = 256  # tokens that are not cut
 MOST_PIECES = 32  # of one stretch; a long one has longer pieces
 FIELDS = 6  # of a piece: first row, rows, table, begin, end, first result
@@ -89,6 +91,8 @@ def _shared(groups: Sequence[Group], first_result: int, most: int) -> tuple[IntA
     pieces, rows, results = [], [], []
     for group in groups:
         each = int(piece_length(np.array([group.num_shared], np.int32))[0])
+        if group.num_shared > MUCH_SHARED:
+            each = max(each, SHARED_PIECE)
         for begin in range(0, group.num_shared, each):
             end = min(begin + each, group.num_shared)
             for first in range(group.first_row, group.first_row + group.num_rows, most):
