@@ -5,6 +5,7 @@ python -m segue.server.worker FD        FD is a socket to the process that serve
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import selectors
@@ -492,6 +493,8 @@ def main(descriptor: int) -> None:
     except SegueError as error:
         sock.sendall(frame(Failed(problem_of(error))))
         return
+    gc.collect()
+    gc.freeze()  # what there is by now stays: later collections, in which nobody gets a token, need not look through it
     config = engine.config
     ready = Ready(
         engine.backend_note,

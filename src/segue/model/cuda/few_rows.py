@@ -61,6 +61,12 @@ def _by_sum(warps):
     return gl.BlockedLayout([warps, 1, 1], [1, 16, 2], [1, 1, warps], [1, 2, 0])
 
 
+@gluon.constexpr_function
+def _sums_layout(warps):
+    """Of what a tile's warps have, [warps, columns, rows]."""
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+
+
 @gluon.jit
 def _num_tiles(me, programs, WIDTH: gl.constexpr):
     """That are mine: every `programs`-th."""
@@ -191,6 +197,31 @@ def _normed(
 
 
 @gluon.jit
+def _add_products(
+    x, rows, residual, bias, number, ring, room, matrices, counts, me, programs,
+    DEPTH: gl.constexpr, HIDDEN: gl.constexpr, MIXED: gl.constexpr, INNER: gl.constexpr, ROWS: gl.constexpr, STEP: gl.constexpr,
+    RING: gl.constexpr, WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """residual += x, [rows, DEPTH], times my tiles of the matrix whose chunks come next. The number of the chunk after these."""
+    part: gl.constexpr = STEP // WARPS
+    sums: gl.constexpr = _sums_layout(WARPS)
+    left: gl.constexpr = gl.DotOperandLayout(0, sums, 8)
+    right: gl.constexpr = gl.DotOperandLayout(1, sums, 8)
+    zero = gl.zeros([WARPS, _COLUMNS, ROWS], gl.float32, sums)
+    for tile in range(me, HIDDEN // _COLUMNS, programs):
+        total = zero
+        now = _rows_of(x, rows, 0, DEPTH, part, right, ROWS, WARPS)
+        for at in range(STEP, DEPTH + STEP, STEP):
+            later = _rows_of(x, gl.where(at < DEPTH, rows, 0), at, DEPTH, part, right, ROWS, WARPS)
+            chunk = _take(number, ring, matrices, counts, me, programs, left, HIDDEN, MIXED, INNER, STEP, WARPS, RING)
+            total = mma_v2(chunk, now, total)
+            now = later
+            number += 1
+        _finish(total, zero, 1.0, bias, residual, tile, rows, room, HIDDEN, ROWS, WARPS, False, False, True, HAS_BIAS)
+    return number
+
+
+@gluon.jit
 def _between_attentions(
     mixed, residual, gated, next_qkv, matrices, o_bias, qkv_bias, norms, counter, next_counter, rows, eps,
     HIDDEN: gl.constexpr, MIXED: gl.constexpr, INNER: gl.constexpr, QKV: gl.constexpr, ROWS: gl.constexpr, STEP: gl.constexpr,
@@ -198,7 +229,7 @@ def _between_attentions(
 ):  # fmt: skip
     """`mixed` is what attention gave. If there is no next layer, `QKV` is 0. `counter` is 0 before, the next one afterwards."""
     part: gl.constexpr = STEP // WARPS
-    sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    sums: gl.constexpr = _sums_layout(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, sums, 8)
     me, programs = gl.program_id(0), gl.num_programs(0)
@@ -221,18 +252,11 @@ def _between_attentions(
     if me == 0:
         gl.store(next_counter, 0)
     zero = gl.zeros([WARPS, _COLUMNS, ROWS], gl.float32, sums)
-    number = me * 0
 
-    for tile in range(me, HIDDEN // _COLUMNS, programs):
-        total = zero
-        for at in range(0, MIXED, STEP):
-            x = _rows_of(mixed, rows, at, MIXED, part, right, ROWS, WARPS)
-            chunk = _take(number, ring, matrices, counts, me, programs, left, HIDDEN, MIXED, INNER, STEP, WARPS, RING)
-            total = mma_v2(chunk, x, total)
-            number += 1
-        _finish(
-            total, zero, 1.0, o_bias, residual, tile, rows, room, HIDDEN, ROWS, WARPS, False, False, True, HAS_O_BIAS
-        )
+    number = _add_products(
+        mixed, rows, residual, o_bias, me * 0, ring, room, matrices, counts, me, programs,
+        MIXED, HIDDEN, MIXED, INNER, ROWS, STEP, RING, WARPS, HAS_O_BIAS,
+    )  # fmt: skip
     _meet(counter, programs)
 
     parts, shrink = _normed(residual, norms[0], rows, few, eps, HIDDEN, part, right, ROWS, WARPS)
@@ -249,14 +273,10 @@ def _between_attentions(
         _finish(total, other, shrink, residual, gated, tile, rows, room, INNER, ROWS, WARPS, True, True, False, False)
     _meet(counter, 2 * programs)
 
-    for tile in range(me, HIDDEN // _COLUMNS, programs):
-        total = zero
-        for at in range(0, INNER, STEP):
-            x = _rows_of(gated, rows, at, INNER, part, right, ROWS, WARPS)
-            chunk = _take(number, ring, matrices, counts, me, programs, left, HIDDEN, MIXED, INNER, STEP, WARPS, RING)
-            total = mma_v2(chunk, x, total)
-            number += 1
-        _finish(total, zero, 1.0, residual, residual, tile, rows, room, HIDDEN, ROWS, WARPS, False, False, True, False)
+    number = _add_products(
+        gated, rows, residual, residual, number, ring, room, matrices, counts, me, programs,
+        INNER, HIDDEN, MIXED, INNER, ROWS, STEP, RING, WARPS, False,
+    )  # fmt: skip
 
     if QKV > 0:
         _meet(counter, 3 * programs)

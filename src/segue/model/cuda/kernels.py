@@ -1,7 +1,7 @@
 """Triton kernels of a step. They run on CUDA, and, slowly, in Triton's interpreter.
 
-All arithmetic is fp32 with one rounding at the end of each kernel. What one token's result depends on is its own sequence
-alone: how its context is cut into pieces follows from its length, not from what else is in the step.
+All arithmetic is fp32 with one rounding at the end of each kernel. How a token's context is cut into pieces follows from its
+length alone; how much of a piece is done at once, and with it the last bits, from how many rows a step has.
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ def early(x: Tensor) -> dict[str, bool]:
     return {"EARLY": True, "launch_pdl": True} if _is_early(x.device) else {"EARLY": False}
 
 
-_FEW = 16  # rows
+_ROOMY = 16  # rows of a step, up to which a program has a multiprocessor for itself
 
 
 # What calls them. Shapes are as the kernels say; all tensors are contiguous.
@@ -477,20 +477,20 @@ def attend_pieces(
     group = heads // kv_heads
     own_lanes = max(triton.next_power_of_2(group), 16) if own is not None else 0
     lanes = max(triton.next_power_of_2(group_rows * group), 16) if shared is not None else 0
-    tile, warps, stages, registers = 64 if lanes <= 64 else 32, 4 if lanes <= 64 else 8, _stages(q), None
-    if shared is not None:
-        stages = min(stages, 2)
+    tile, warps, registers = 64 if lanes <= 64 else 32, 4 if lanes <= 64 else 8, None
+    is_small = q.element_size() == 2 and dim <= 128
     if own is not None and shared is not None:
         programs *= 4  # who has a shared piece has none besides, and what is short is done beside it
-        tile, registers = 32, 168 if warps == 4 else None  # so that three of them are on a multiprocessor
-    if shared is None and len(q) <= _FEW and q.element_size() == 2 and dim <= 128:
-        tile = 128  # there is room for all of a piece at once
+        if is_small and warps == 4:
+            tile, registers = 32, 168  # so three programs are on a multiprocessor
+    elif own is not None and is_small and len(q) <= _ROOMY:
+        tile = 128  # a piece at once
     _attend_pieces[(programs, kv_heads)](
         q, k_cache, v_cache, tables, own, shared, counts, contexts, sums, logs, starts, arrivals, out, scale,
         tables.stride(0), k_cache.stride(0), window or 0,
         HEADS=heads, GROUP=group, SIZE=size, DIM=dim, OWN_ROWS=own_lanes, SHARED_ROWS=lanes, TILE=tile,
         MERGES=merges, HAS_WINDOW=window is not None, PRECISION=_precision(q), num_warps=warps,
-        num_stages=stages, maxnreg=registers, **early(q),
+        num_stages=_stages(q) if shared is None else min(_stages(q), 2), maxnreg=registers, **early(q),
     )  # fmt: skip
 
 

@@ -239,11 +239,12 @@ def _denied(step: SearchStep, depth: int) -> npt.NDArray[np.int32] | None:
 
 def _as_candidates(packed: Tensor, depth: int | None) -> list[Candidates]:
     """Of each group: each pass's candidates lead to the next one's. `depth`: of a catalogue, where lines end."""
-    scores = packed[:, 0].contiguous().view(torch.float32)
-    if bool(scores.isnan().any()):
+    numbers = packed.numpy()
+    scores = numbers[:, 0].view(np.float32)
+    if np.isnan(scores).any():
         raise ValueError("the model gave logits that are not numbers")
-    counts = (scores > -torch.inf).sum(-1).tolist()
-    values, (parents, tokens, nodes) = scores.tolist(), (packed[:, at].tolist() for at in (1, 2, 3))
+    counts = (scores > -np.inf).sum(-1).tolist()
+    values, (parents, tokens, nodes) = scores.tolist(), (numbers[:, at].tolist() for at in (1, 2, 3))
     found = []
     for group in range(len(counts[0])):
         chain: Candidates | None = None
