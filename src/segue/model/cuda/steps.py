@@ -33,7 +33,8 @@ _MORE_TILES = (
     MOST_ROWS,
 )  # than one prompt has: of several prompts, or of rows that are tiles each
 _GROUPS = (8, 32)
-VERY_FEW = 16  # rows, whose inputs are so small that they have buffers of their own
+_BUFFERED = (16, 64)  # rows, up to which a step's inputs have buffers of their own: less is to be copied
+_COPYING = 16  # rows, up to which a recording copies blocks itself: a launch of its own would take longer
 
 
 class Step(NamedTuple):
@@ -103,8 +104,11 @@ class CudaSteps:
         pin = device.type == "cuda"
         rows = self._max_rows = _size(min(MOST_ROWS, max_tokens))
         few = min(FEW_ROWS, rows)
-        self._many = Buffers(rows, few, few, max_sequences, max_blocks, device)
-        self._few = Buffers(VERY_FEW, VERY_FEW, few, max_sequences, max_blocks, device)
+        self._buffers = {
+            size: Buffers(size, min(size, few), few, max_sequences, max_blocks, device)
+            for size in (*(size for size in _BUFFERED if size < rows), rows)
+        }
+        self._max_sequences = min(max_sequences, rows)
         results = most_results(few)
         self._sums = torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device)
         self._logs = torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device)
@@ -181,10 +185,10 @@ class CudaSteps:
     def warm_up(self) -> None:
         """Record what is usual: tokens of many sequences, a prompt, and both."""
         for rows in SIZES:
-            if rows <= min(FEW_ROWS, self._max_rows, self._many.max_sequences) and self._backend.exact:
+            if rows <= min(FEW_ROWS, self._max_rows, self._max_sequences) and self._backend.exact:
                 for room in {self._tile_room(rows), self._tile_room(rows, rows)}:
                     self._record(_Kind(rows, rows, has_own=False, num_tiles=room))
-            elif rows <= min(FEW_ROWS, self._max_rows, self._many.max_sequences):
+            elif rows <= min(FEW_ROWS, self._max_rows, self._max_sequences):
                 self._record(_Kind(rows, rows))
             if 16 < rows <= self._max_rows:
                 tiles, samples = self._tile_room(rows), min(rows, FEW_ROWS)
@@ -206,7 +210,7 @@ class CudaSteps:
     ) -> Step:
         """`sources`: which of the tokens that it is fed is each row's, if they are not in its order."""
         recorded = self._recorded.get(kind) or self._record(kind)
-        buffers = self._buffers(kind.rows)
+        buffers = self._buffers_for(kind.rows)
         buffers.fill(inputs, copies, kind.rows, sources)
         if copies and not _copies_itself(kind, len(copies)):
             kernels.copy_blocks(self._kv, buffers.read.copies[: 2 * len(copies)].view(-1, 2))
@@ -227,7 +231,7 @@ class CudaSteps:
         """None if it is not to be recorded: because it is too large, or, but for the simple ones, the first of its kind.
         `at_once`: also then."""
         num_rows = len(inputs.tokens)
-        if not (self.records and num_rows <= self._max_rows and self._buffers(num_rows).holds(inputs, copies)):
+        if not (self.records and num_rows <= self._max_rows and self._buffers_for(num_rows).holds(inputs, copies)):
             return None
         kind = self._kind_of(inputs)._replace(has_head=needs_head, num_candidates=num_candidates)
         is_simple = kind.rows <= FEW_ROWS and not kind.num_tiles
@@ -262,12 +266,12 @@ class CudaSteps:
 
     # Recorded steps
 
-    def _buffers(self, rows: int) -> Buffers:
-        return self._few if rows <= VERY_FEW else self._many
+    def _buffers_for(self, rows: int) -> Buffers:
+        return next(buffers for size, buffers in self._buffers.items() if rows <= size)
 
     def _static(self, kind: _Kind) -> Batch:
         """The buffer's arrays, as a step of this kind sees them."""
-        there, rows = self._buffers(kind.rows).read, kind.rows
+        there, rows = self._buffers_for(kind.rows).read, kind.rows
         tables = there.tables.view(-1, self._max_blocks)
         attention = Attention(
             _pieces(kind.has_own, kind.group_rows, there),
@@ -296,7 +300,7 @@ class CudaSteps:
 
     def _record(self, kind: _Kind) -> Recorded:
         """With nothing to do: what it writes goes to the null block."""
-        buffers = self._buffers(kind.rows)
+        buffers = self._buffers_for(kind.rows)
         buffers.device.zero_()
         batch = self._static(kind)
         copies, num_copies = buffers.read.copies[: 2 * kind.rows].view(-1, 2), buffers.read.counts[3:]
@@ -384,8 +388,8 @@ def _group_rows(inputs: Inputs) -> int:
 
 
 def _copies_itself(kind: _Kind, num_copies: int = 0) -> bool:
-    """Whether a recording has so many blocks' copies in it: for few rows, a launch of its own would take longer."""
-    return kind.rows <= VERY_FEW and num_copies <= kind.rows
+    """Whether a recording has so many blocks' copies in it."""
+    return kind.rows <= _COPYING and num_copies <= kind.rows
 
 
 def _feed(there: Fields[Tensor], fed: Fed, count: int, *, has_sources: bool) -> None:
