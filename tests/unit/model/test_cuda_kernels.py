@@ -15,7 +15,7 @@ if torch.cuda.is_available():
 from segue import BeamParams, Request, SamplingParams
 from segue.base.config import EngineConfig, Environment
 from segue.engine import EngineCore, Row, Sampling
-from segue.model.cuda import choosing, inputs, kernels, steps
+from segue.model.cuda import attention, choosing, inputs, kernels, steps
 from segue.model.cuda.backend import CudaBackend
 from segue.model.cuda.choosing import PARTS, best_of_groups, best_tokens, legal_tokens, likeliest
 from segue.model.cuda.inputs import make_inputs
@@ -70,14 +70,14 @@ def run_pieces(q, cache, tables, group_rows, work, contexts, window, scale, tail
     counts = torch.tensor([len(work.own), len(work.shared)], dtype=torch.int32)
     results, starts = torch.from_numpy(np.ascontiguousarray(work.results)), torch.from_numpy(work.starts)
     arrivals = torch.zeros(len(q), cache.k.shape[1], dtype=torch.int32)
-    kernels.attend_pieces(
+    attention.attend_pieces(
         q, cache.k, cache.v, tables, own, shared, counts, contexts, sums, logs, starts, arrivals, out,
         scale=scale, window=window, group_rows=group_rows, programs=3, merges=shared is None,
     )  # fmt: skip
     assert not arrivals.any()
     if shared is None:
         return out
-    kernels.merge_pieces(q, cache.k, cache.v, sums, logs, results, starts, tails, out, scale=scale)
+    attention.merge_pieces(q, cache.k, cache.v, sums, logs, results, starts, tails, out, scale=scale)
     return out
 
 
@@ -149,7 +149,7 @@ def test_prompts_in_tiles(heads, kv_heads, dim, size, window, dtype):
     q = torch.randn(count + 3, heads, dim).to(dtype)
     out = torch.full_like(q, torch.nan)
     tiles = [(3 + at, min(64, count - at), 1, first + at) for at in range(0, count, 64)]
-    kernels.attend_tiles(
+    attention.attend_tiles(
         q, cache.k, cache.v, tables, torch.tensor([*tiles, (0, 3, 0, 0)], dtype=torch.int32),
         torch.tensor([len(tiles)], dtype=torch.int32), out, scale=scale, window=window, rows=64,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from segue.model.backend import Layer
 from segue.model.batch import Batch
-from segue.model.cuda import kernels
+from segue.model.cuda import attention, kernels
 from segue.model.spec import ModelSpec
 from segue.model.torch_backend import TorchBackend
 
@@ -158,11 +158,11 @@ class CudaBackend(TorchBackend):
     def _attend(
         self, layer: Layer, qkv: Tensor, q: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, out: Tensor
     ) -> None:
-        attention: Attention = batch.attention  # type: ignore[assignment]
+        step: Attention = batch.attention  # type: ignore[assignment]
         own_norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
         tables, eps = (self._cos, self._sin), self._spec.rms_eps
         kernels.rope_store(qkv, q, k_cache, v_cache, own_norms, tables, batch.positions, batch.slots, eps)
-        self._attend_lists(attention, q, k_cache, v_cache, layer.window, out)
+        self._attend_lists(step, q, k_cache, v_cache, layer.window, out)
 
     def _attend_lists(
         self, step: Attention, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None, out: Tensor
@@ -170,7 +170,7 @@ class CudaBackend(TorchBackend):
         scale = self._spec.softmax_scale
         if step.pieces is not None:
             own, shared, counts, group_rows = step.pieces
-            kernels.attend_pieces(
+            attention.attend_pieces(
                 q,
                 k_cache,
                 v_cache,
@@ -192,11 +192,11 @@ class CudaBackend(TorchBackend):
             )
         if step.pieces is not None and step.merged_rows:
             some = out[: step.merged_rows]
-            kernels.merge_pieces(
+            attention.merge_pieces(
                 q, k_cache, v_cache, step.sums, step.logs, step.results, step.starts, step.tails, some, scale=scale
             )
         if step.tiles is not None:
-            kernels.attend_tiles(
+            attention.attend_tiles(
                 q, k_cache, v_cache, step.tables, *step.tiles, out, scale=scale, window=window, rows=self.tile_rows
             )
 
