@@ -1,6 +1,7 @@
 """The kernels of the CUDA path, in Triton's interpreter: against the same in double precision, and a whole engine on them."""
 
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +26,9 @@ from segue.model.decoder import Decoder
 from segue.model.items import Catalogue
 from segue.model.loading import open_model
 from segue.model.runner import ModelRunner
+from segue.model.tiny import random_weights, tiny_spec
 from segue.model.torch_backend import TorchBackend
+from segue.model.weights import Weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that are nobody's may hold anything
 SHAPES = [  # heads, kv heads, head_dim, block size, window, dtype
@@ -386,11 +389,11 @@ def recording(monkeypatch):
 
 
 def open_engine(backend_class, runner_class, max_step_tokens=64, **options):
-    loaded = open_model("tiny", Environment.read().cache_dir)
-    backend = backend_class(loaded.spec, torch.float32, torch.device("cpu"), 512, **options)
+    spec = replace(tiny_spec(), num_layers=2, windows=(None, None))  # the interpreter takes its time
+    backend = backend_class(spec, torch.float32, torch.device("cpu"), 512, **options)
     config = EngineConfig(96, 16, max_step_tokens, min(16, max_step_tokens), 512)
-    runner = runner_class(Decoder(loaded.spec, loaded.weights, backend), backend, config)
-    return EngineCore(runner, config, vocab_size=loaded.spec.vocab_size)
+    runner = runner_class(Decoder(spec, Weights.in_memory(random_weights(spec)), backend), backend, config)
+    return EngineCore(runner, config, vocab_size=spec.vocab_size)
 
 
 def test_an_engine_on_them_answers_as_on_torch(recording):
