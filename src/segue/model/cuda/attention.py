@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segue.model.cuda.kernels import LOG2E, begin, early, precision, stages
+from segue.model.cuda.kernels import LOG2E, early, precision, stages, wait_in_turn
 
 _ROOMY = 16  # rows of a step, up to which a program has a multiprocessor for itself
 
@@ -135,7 +135,7 @@ def _attend_pieces(
         num_own = tl.load(counts)
     if SHARED_ROWS > 0:
         num_shared = tl.load(counts + 1)
-    begin(EARLY)
+    wait_in_turn(EARLY)
     for number in range(tl.program_id(0), num_shared + num_own, tl.num_programs(0)):
         if SHARED_ROWS > 0:  # noqa: SIM102 (what is known beforehand, and what is not)
             if number < num_shared:
@@ -165,7 +165,7 @@ def _merge_pieces(
     head = tl.program_id(1)
     at = tl.arange(0, DIM)
     first, last = tl.load(starts + row), tl.load(starts + row + 1)
-    begin(EARLY)
+    wait_in_turn(EARLY)
     peak, mass, total = _together(sums, logs, results, first, last, head, HEADS, DIM, MANY)
     place = (row.to(tl.int64) * HEADS + head) * DIM + at
     if HAS_TAILS:

@@ -43,19 +43,19 @@ def _values(ranked):
 
 
 @triton.jit
-def _survey(logits, eighths, chunks, tops, logs, vocab, num_eighths, num_chunks, num_tops, EIGHTHS: tl.constexpr):
+def _survey(logits, eights, chunks, tops, logs, vocab, num_eights, num_chunks, num_tops, EIGHTS: tl.constexpr):
     """The largest of each 8, 64 and 512 logits, and of all that a program sees, the logarithm of the exponentials' sum."""
     row = tl.program_id(0).to(tl.int64)
-    eighth = tl.program_id(1) * EIGHTHS + tl.arange(0, EIGHTHS)
-    at = eighth[:, None] * 8 + tl.arange(0, 8)[None, :]
+    eight = tl.program_id(1) * EIGHTS + tl.arange(0, EIGHTS)
+    at = eight[:, None] * 8 + tl.arange(0, 8)[None, :]
     found = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     best = tl.max(found, 1)
-    tl.store(eighths + row * num_eighths + eighth, best, mask=eighth < num_eighths)
-    best = tl.max(tl.reshape(best, [EIGHTHS // 8, 8]), 1)
-    chunk = tl.program_id(1) * (EIGHTHS // 8) + tl.arange(0, EIGHTHS // 8)
+    tl.store(eights + row * num_eights + eight, best, mask=eight < num_eights)
+    best = tl.max(tl.reshape(best, [EIGHTS // 8, 8]), 1)
+    chunk = tl.program_id(1) * (EIGHTS // 8) + tl.arange(0, EIGHTS // 8)
     tl.store(chunks + row * num_chunks + chunk, best, mask=chunk < num_chunks)
-    best = tl.max(tl.reshape(best, [EIGHTHS // 64, 8]), 1)
-    top = tl.program_id(1) * (EIGHTHS // 64) + tl.arange(0, EIGHTHS // 64)
+    best = tl.max(tl.reshape(best, [EIGHTS // 64, 8]), 1)
+    top = tl.program_id(1) * (EIGHTS // 64) + tl.arange(0, EIGHTS // 64)
     tl.store(tops + row * num_tops + top, best, mask=top < num_tops)
     most = tl.max(best, 0)
     most = tl.where(most == float("-inf"), 0.0, most)
@@ -83,7 +83,7 @@ def _best_below(best, values, row, count, BEST: tl.constexpr):
 
 @triton.jit
 def _best_tokens(
-    logits, eighths, chunks, tops, logs, tokens, logprobs, vocab, num_eighths, num_chunks, num_tops, num_logs, count,
+    logits, eights, chunks, tops, logs, tokens, logprobs, vocab, num_eights, num_chunks, num_tops, num_logs, count,
     TOPS: tl.constexpr, LOGS: tl.constexpr, BEST: tl.constexpr,
 ):  # fmt: skip
     """Of one row. The n largest of all are among those that the n largest maxima stand for."""
@@ -92,7 +92,7 @@ def _best_tokens(
     at = tl.arange(0, TOPS)
     best = tl.topk(_ranked(tl.load(tops + row * num_tops + at, mask=at < num_tops, other=0.0), at, at < num_tops), BEST)
     best = _best_below(best, chunks, row, num_chunks, BEST)
-    best = _best_below(best, eighths, row, num_eighths, BEST)
+    best = _best_below(best, eights, row, num_eights, BEST)
     best = _best_below(best, logits, row, vocab, BEST)
     out = row * count + tl.arange(0, BEST)
     wanted = tl.arange(0, BEST) < count
@@ -205,7 +205,7 @@ class _Survey(NamedTuple):
     """What one reading of logits tells of each row: the largest of each 8, 64 and 512, and of each `_SURVEYED` the logarithm of
     the exponentials' sum."""
 
-    eighths: Tensor
+    eights: Tensor
     chunks: Tensor
     tops: Tensor
     logs: Tensor
@@ -313,5 +313,5 @@ def _surveyed(logits: Tensor) -> _Survey:
     rows, vocab = logits.shape
     sizes = [triton.cdiv(vocab, each) for each in (8, 64, 512, _SURVEYED)]
     found = _Survey(*(torch.empty(rows, size, dtype=torch.float32, device=logits.device) for size in sizes))
-    _survey[(rows, sizes[-1])](logits, *found, vocab, *sizes[:-1], EIGHTHS=_SURVEYED // 8, num_warps=4)
+    _survey[(rows, sizes[-1])](logits, *found, vocab, *sizes[:-1], EIGHTS=_SURVEYED // 8, num_warps=4)
     return found

@@ -16,7 +16,7 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def begin(EARLY: tl.constexpr):
+def wait_in_turn(EARLY: tl.constexpr):
     """Where the device can, a kernel is brought there while the one before it still runs, and waits for it here: before it reads
     what that one writes, and before it writes anything. Inputs of a step may be read earlier. Each program waits, so that a
     kernel never ends before those that it follows."""
@@ -31,7 +31,7 @@ def _add_norm(x, residual, weight, out, eps, hidden, HAS_X: tl.constexpr, BLOCK:
     at = tl.arange(0, BLOCK)
     inside = at < hidden
     weights = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    begin(EARLY)
+    wait_in_turn(EARLY)
     sums = tl.load(residual + row + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_X:
         sums += tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
@@ -47,7 +47,7 @@ def _gate(gate_up, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    begin(EARLY)
+    wait_in_turn(EARLY)
     gate = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + at, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
@@ -72,7 +72,7 @@ def _rope_store(
     slot = tl.load(slots + token).to(tl.int64)
     c = tl.load(cos + position * HALF + at)[None, :]
     s = tl.load(sin + position * HALF + at)[None, :]
-    begin(EARLY)
+    wait_in_turn(EARLY)
     left = tl.load(source, mask=there, other=0.0).to(tl.float32)
     right = tl.load(source + HALF, mask=there, other=0.0).to(tl.float32)
     turned = (~is_v)[:, None]
