@@ -17,7 +17,7 @@ from segue.model.batch import BatchBuilder
 from segue.model.decoder import Decoder
 from segue.model.kv_codec import Int8Codec
 from segue.model.kv_copies import KVCopies
-from segue.model.sampler import sample
+from segue.model.sampler import Draw, sample
 from segue.model.searcher import Searcher
 
 _TOUCHED_BYTES = 512 << 20
@@ -25,6 +25,8 @@ _TOUCHED_BYTES = 512 << 20
 
 class ModelRunner:
     """Owns the KV memory of every layer in one tensor, [layers, 2, blocks, kv_heads, block_size, head_dim]."""
+
+    _draw: Draw | None = None  # if not as the sampler does
 
     def __init__(self, decoder: Decoder, backend: Backend, config: EngineConfig) -> None:
         spec, size = decoder.spec, config.block_size
@@ -50,7 +52,7 @@ class ModelRunner:
         x = self._decoder.hidden(batch, self.kv)
         if not any(row.search is not None for row in plan.rows):
             rows = [row for row in plan.rows if row.sampling is not None]
-            return sample(self._decoder.logits(x), rows) if rows else StepResult(())
+            return sample(self._decoder.logits(x), rows, self._draw) if rows else StepResult(())
         return self._choose(x, plan.rows)
 
     def _choose(self, x: Tensor, rows: Sequence[Row]) -> StepResult:
@@ -66,7 +68,8 @@ class ModelRunner:
                 at += 1
         result = StepResult(())
         if sampled:
-            result = sample(self._decoder.logits(x[[at for at, _ in sampled]]), [row for _, row in sampled])
+            logits = self._decoder.logits(x[[at for at, _ in sampled]])
+            result = sample(logits, [row for _, row in sampled], self._draw)
         return replace(result, candidates=[self._expand(x[part], step) for part, step in searches])
 
     def _expand(self, x: Tensor, step: SearchStep) -> Candidates:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,9 +16,14 @@ from segue.engine import Row, Sampling, StepResult, TokenLogprobs
 _FIRST_CANDIDATES = 256
 _LOW_64_BITS = 2**64 - 1
 
+Draw = Callable[[Tensor, Sequence[Row]], Tensor]
+"""One token of each row, which has logits and a temperature. Of the tokens that top-k, top-p and min-p leave, in the order of
+their ids, it is the one whose share of their sum holds the row's own random number."""
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> StepResult:
-    """`logits[i]` belongs to `rows[i]`, each of which samples. May overwrite `logits`."""
+
+def sample(logits: Tensor, rows: Sequence[Row], draw: Draw | None = None) -> StepResult:
+    """`logits[i]` belongs to `rows[i]`, each of which samples. May overwrite `logits`. A device may have a way of its own to
+    `draw`."""
     samplings = [_sampling(row) for row in rows]
     wanted = [i for i, sampling in enumerate(samplings) if sampling.params.logprobs is not None]
     raw = logits[wanted] if wanted else None
@@ -28,7 +35,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> StepResult:
     tokens = logits.argmax(-1)
     drawn = [i for i, sampling in enumerate(samplings) if not sampling.params.greedy]
     if drawn:
-        tokens[drawn] = _draw(logits, rows, drawn)
+        tokens[drawn] = (draw or _draw)(logits[drawn], [rows[i] for i in drawn]).to(tokens.dtype)
     chosen = tokens.tolist()
     if raw is None:
         return StepResult(chosen)
@@ -36,20 +43,33 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> StepResult:
     return StepResult(chosen, dict(zip(wanted, _logprobs(raw, [chosen[i] for i in wanted], tops), strict=True)))
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that belongs to this seed and to the position of the token to sample: the whole of a request's
-    random state. The position counts from the sequence's first token, so that a continuation with its parent's seed
-    draws what the parent would have drawn."""
-    x = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x8CB92BA72F3D8DD7) & _LOW_64_BITS
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1), one for each seed and position of the token to sample: the whole of a request's random state. The
+    position counts from the sequence's first token, so that a continuation with its parent's seed draws what the parent would
+    have drawn."""
+    x = np.array([seed & _LOW_64_BITS for seed in seeds], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x += np.array(positions, np.uint64) * np.uint64(0xD1B54A32D192ED03) + np.uint64(0x8CB92BA72F3D8DD7)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 0xD6E8FEB86659FD93)):
-        x = ((x ^ (x >> shift)) * factor) & _LOW_64_BITS
-    return (x >> 11) / 2**53
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return (x >> np.uint64(11)) / 2.0**53
+
+
+def points(rows: Sequence[Row]) -> npt.NDArray[np.float64]:
+    """The random number that each row draws by. A row's last token may not be known yet, but where it stops is."""
+    return uniforms([_sampling(row).seed for row in rows], [row.stop for row in rows])
 
 
 def is_plain(row: Row) -> bool:
-    """Whether the likeliest token, as the model gives it, is all that is wanted."""
+    """Whether a token is all that is wanted, and the logits are taken as the model gives them."""
     sampling = _sampling(row)
-    return sampling.params.greedy and sampling.params.logprobs is None and not _adjusts(row, sampling)
+    return sampling.params.logprobs is None and not _adjusts(row, sampling)
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Where each row's largest numbers are, in order, of equal ones the first (`topk` takes any of them)."""
+    bits = values.float().view(torch.int32)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    return (order - torch.arange(values.shape[-1], device=values.device)).topk(count, dim=-1).indices
 
 
 def _sampling(row: Row) -> Sampling:
@@ -108,22 +128,19 @@ def _allows_only(params: SamplingParams, ids: frozenset[int]) -> bool:
 # Drawing
 
 
-def _draw(logits: Tensor, rows: Sequence[Row], drawn: Sequence[int]) -> Tensor:
-    """One token for each row in `drawn`, by inverting the distribution at the row's own uniform number.
-
-    Rows are grouped by how many candidates they look at, which depends on the row alone.
-    """
-    result = torch.empty(len(drawn), dtype=torch.long, device=logits.device)
+def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Rows are grouped by how many candidates they look at, which depends on the row alone."""
+    result = torch.empty(len(rows), dtype=torch.long, device=logits.device)
     groups: dict[int, list[int]] = {}
-    for at, i in enumerate(drawn):
-        groups.setdefault(_num_candidates(_sampling(rows[i]).params, logits.shape[-1]), []).append(at)
+    for i, row in enumerate(rows):
+        groups.setdefault(_num_candidates(_sampling(row).params, logits.shape[-1]), []).append(i)
     if unfiltered := groups.pop(0, None):
-        result[unfiltered] = _draw_unfiltered(logits, rows, [drawn[at] for at in unfiltered])
+        result[unfiltered] = _draw_unfiltered(logits[unfiltered], [rows[i] for i in unfiltered])
     while groups:
         count, members = groups.popitem()
-        picked, enough = _draw_group(logits, rows, [drawn[at] for at in members], count)
+        picked, enough = _draw_group(logits[members], [rows[i] for i in members], count)
         result[members] = picked
-        if short := [at for at, ok in zip(members, enough, strict=True) if not ok]:
+        if short := [i for i, ok in zip(members, enough, strict=True) if not ok]:
             groups.setdefault(min(count * 16, logits.shape[-1]), []).extend(short)
     return result
 
@@ -136,27 +153,26 @@ def _num_candidates(params: SamplingParams, vocab_size: int) -> int:
     return 0 if params.top_p >= 1.0 else min(_FIRST_CANDIDATES, vocab_size)
 
 
-def _draw_group(logits: Tensor, rows: Sequence[Row], members: Sequence[int], count: int) -> tuple[Tensor, list[bool]]:
+def _draw_group(logits: Tensor, rows: Sequence[Row], count: int) -> tuple[Tensor, list[bool]]:
     """Tokens, and for each whether `count` candidates were enough to know it. Temperature, top-k, top-p, min-p, in
     this order, each on what the one before left."""
-    options = _Columns(rows, members, logits.device)
-    whole = _probabilities(logits, members, options.temperature)
-    kept, ids = (
-        whole.topk(count, dim=-1) if count < whole.shape[-1] else whole.sort(dim=-1, descending=True, stable=True)
-    )
+    options = _Columns(rows, logits.device)
+    whole, ids = _probabilities(logits, options.temperature), largest(logits, count)
+    kept = whole.gather(-1, ids)
     upto = kept.cumsum(-1)
     mass = torch.where(options.top_k > 0, upto[:, -1:], 1.0)  # top-p and min-p are shares of what top-k left
     keep = (upto - kept < options.top_p * mass) & (kept >= options.min_p * kept[:, :1])
     keep[:, 0] = True
     enough = (upto[:, -1:] >= options.top_p * mass)[:, 0]
-    picked = ids.gather(-1, _invert(kept * keep, options.points))[:, 0]
+    ids, order = ids.sort(dim=-1)
+    picked = ids.gather(-1, _invert((kept * keep).gather(-1, order), options.points))[:, 0]
     return picked, [ok or count == whole.shape[-1] for ok in enough.tolist()]
 
 
-def _draw_unfiltered(logits: Tensor, rows: Sequence[Row], members: Sequence[int]) -> Tensor:
+def _draw_unfiltered(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Temperature alone, or with min-p: no order is needed, so nothing is sorted."""
-    options = _Columns(rows, members, logits.device)
-    whole = _probabilities(logits, members, options.temperature)
+    options = _Columns(rows, logits.device)
+    whole = _probabilities(logits, options.temperature)
     keep = whole >= options.min_p * whole.amax(-1, keepdim=True)
     return _invert(whole * keep, options.points)[:, 0]
 
@@ -164,22 +180,22 @@ def _draw_unfiltered(logits: Tensor, rows: Sequence[Row], members: Sequence[int]
 class _Columns:
     """Parameters of several rows, each as a column [rows, 1] that broadcasts over candidates."""
 
-    def __init__(self, rows: Sequence[Row], members: Sequence[int], device: torch.device) -> None:
-        params = [_sampling(rows[i]).params for i in members]
+    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+        params = [_sampling(row).params for row in rows]
 
-        def column(values: list[float]) -> Tensor:
+        def column(values: Sequence[float] | npt.NDArray[np.float64]) -> Tensor:
             return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
 
         self.temperature = column([p.temperature for p in params])
         self.top_k = column([float(p.top_k) for p in params])
         self.top_p = column([p.top_p for p in params])
         self.min_p = column([p.min_p for p in params])
-        self.points = column([_point(rows[i]) for i in members])
+        self.points = column(points(rows))
 
 
-def _probabilities(logits: Tensor, members: Sequence[int], temperature: Tensor) -> Tensor:
+def _probabilities(logits: Tensor, temperature: Tensor) -> Tensor:
     """Shifted before it is divided: a temperature near zero then gives the likeliest token, not an overflow."""
-    chosen = logits[list(members)].double()
+    chosen = logits.double()
     return ((chosen - chosen.amax(-1, keepdim=True)) / temperature).softmax(-1)
 
 
@@ -187,11 +203,6 @@ def _invert(weights: Tensor, points: Tensor) -> Tensor:
     """The index whose share of the line [0, sum) holds the point; `points` are in [0, 1)."""
     cumulative = weights.cumsum(-1)
     return torch.searchsorted(cumulative, points * cumulative[:, -1:], right=True).clamp_(max=weights.shape[-1] - 1)
-
-
-def _point(row: Row) -> float:
-    sampling = _sampling(row)
-    return uniform(sampling.seed, len(row.tokens))
 
 
 # Log-probabilities

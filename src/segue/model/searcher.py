@@ -11,7 +11,7 @@ from torch import Tensor
 from segue.engine import Candidates, SearchStep
 from segue.model.decoder import Decoder
 from segue.model.items import Catalogue, Walk
-from segue.model.sampler import uniform
+from segue.model.sampler import uniforms
 
 _RUN = 64
 
@@ -130,7 +130,8 @@ def _choose(totals: Tensor, step: SearchStep) -> Tensor:
     count = min(step.num_candidates, len(totals))
     if step.params.temperature == 0.0:
         return _largest(totals, count)
-    generator = torch.Generator().manual_seed(int(uniform(step.seed, step.num_shared + step.depth) * 2**53))
+    point = uniforms([step.seed], [step.num_shared + step.depth])[0]
+    generator = torch.Generator().manual_seed(int(point * 2**53))
     noise = torch.rand(len(totals), generator=generator, dtype=torch.float64).clamp_(min=1e-300).log_().neg_().log_()
     return _largest(totals.double() / step.params.temperature - noise.to(totals.device), count)
 

@@ -16,9 +16,11 @@ if torch.cuda.is_available():
 from segue import BeamParams, Request, SamplingParams
 from segue.base.config import EngineConfig, Environment
 from segue.engine import EngineCore, Row, Sampling
-from segue.model.cuda import attention, choosing, inputs, kernels, steps
+from segue.model.cuda import attention, choosing, inputs, kernels, sampling, steps
+from segue.model.cuda import recording as recording_module
 from segue.model.cuda.backend import CudaBackend
 from segue.model.cuda.choosing import PARTS, best_of_groups, best_tokens, legal_tokens, likeliest
+from segue.model.cuda.drawing import draw
 from segue.model.cuda.inputs import make_inputs
 from segue.model.cuda.runner import CudaRunner
 from segue.model.cuda.work import FIELDS, MOST_PIECES, WHOLE, Group, most_results, plan_work
@@ -26,6 +28,7 @@ from segue.model.decoder import Decoder
 from segue.model.items import Catalogue
 from segue.model.loading import open_model
 from segue.model.runner import ModelRunner
+from segue.model.sampler import sample
 from segue.model.tiny import random_weights, tiny_spec
 from segue.model.torch_backend import TorchBackend
 from segue.model.weights import Weights
@@ -379,9 +382,9 @@ def recording(monkeypatch):
 
     def capture(run, pool):
         made.append(Again(run))
-        return steps.Recorded(made[-1], made[-1].step)
+        return recording_module.Recorded(made[-1], made[-1].step)
 
-    monkeypatch.setattr(steps, "capture", capture)
+    monkeypatch.setattr(recording_module, "capture", capture)
     monkeypatch.setattr(
         steps.CudaSteps, "records", property(lambda self: True, lambda self, value: None), raising=False
     )
@@ -414,6 +417,113 @@ def test_an_engine_on_them_answers_as_on_torch(recording):
 
     assert answers(CudaBackend, CudaRunner) == answers(TorchBackend, ModelRunner)
     assert sum(each.num_replays for each in recording) > len(recording) > 3
+
+
+DRAWN = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=2.0, top_k=7),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.5, top_k=30, top_p=0.8, min_p=0.05),
+    SamplingParams(temperature=1e-200, top_p=0.3),
+    SamplingParams(temperature=1.0, top_k=9999, min_p=0.3),
+]
+
+
+def drawing_row(params, seed, stop):
+    return Row(0, array("i"), stop - 1, stop, array("i"), Sampling(params, seed, 1, frozenset()))
+
+
+def drawn(logits, rows, parts=4):
+    """With fewer parts than a device has, since the interpreter takes its time."""
+    count = len(rows)
+    told, is_cut = sampling.table(rows, logits.shape[1])
+    tops, places = torch.empty(count, parts), torch.empty(count, parts, dtype=torch.int32)
+    tokens = torch.full((count,), -7, dtype=torch.int32)
+    likeliest(logits, tops, places, tokens)
+    draw(logits, tops, places, torch.from_numpy(told), tokens, is_cut=is_cut)
+    return tokens.tolist()
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.data())
+def test_what_is_drawn_is_what_the_sampler_draws(data):
+    """Also where many logits are equal, as in half precision, and in whatever precision they are given."""
+    randomly = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    logits = torch.randn(3, data.draw(st.sampled_from([5, 97, 700])), generator=randomly)
+    logits = (logits * data.draw(st.sampled_from([0.1, 3.0, 20.0]))).to(dtype)
+    if data.draw(st.booleans()):
+        logits = logits.round()
+    rows = [
+        drawing_row(data.draw(st.sampled_from(DRAWN)), data.draw(st.integers(0, 2**62)), data.draw(st.integers(1, 999)))
+        for _ in range(3)
+    ]
+    wanted = sample(logits.float(), rows).tokens
+    assert drawn(logits, rows) == wanted
+    assert drawn(logits[1:2], rows[1:2], parts=8) == wanted[1:2], "alone, and divided otherwise"
+
+
+def test_numbers_that_are_none_are_told_and_nobody_else_suffers():
+    logits = torch.randn(3, 50)
+    logits[1, 7] = torch.nan
+    rows = [drawing_row(params, 5, 9) for params in (DRAWN[4], DRAWN[4], DRAWN[0])]
+    found = drawn(logits, rows)
+    assert found[1] == -1
+    assert [found[0], found[2]] == sample(logits[[0, 2]], [rows[0], rows[2]]).tokens
+
+
+class Now:
+    """Stands in for an event of a device that does everything at once."""
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+class AheadRunner(CudaRunner):
+    """Lets steps begin before the tokens of the last one are known, as on a device."""
+
+    def __init__(self, decoder, backend, config):
+        super().__init__(decoder, backend, config)
+        self._steps._done = [Now(), Now()]
+        self._moves = self
+        self.num_ahead = self.num_refused = 0
+
+    def step_ended(self):
+        pass
+
+    def launch(self, plan, after):
+        ticket = super().launch(plan, after)
+        self.num_ahead += after is not None
+        self.num_refused += ticket is None
+        return ticket
+
+
+def test_an_engine_draws_on_the_device_what_the_sampler_draws(recording, monkeypatch):
+    """Beside greedy ones, and ahead of tokens that only the device knows; those whose logits are changed first, after all."""
+    monkeypatch.setattr(choosing, "PARTS", 4)  # the interpreter takes its time
+    prompts = [[5, 6, 7], [9 + at % 50 for at in range(20)], [3, 4]]
+    params = [
+        SamplingParams(max_tokens=6, temperature=0.9, top_k=20, top_p=0.95, seed=1, ignore_eos=True),
+        SamplingParams(max_tokens=4, temperature=1.2, seed=2, ignore_eos=True),
+        SamplingParams(max_tokens=5, temperature=0, ignore_eos=True),
+    ]
+    changed = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, seed=3, repetition_penalty=1.2, ignore_eos=True)
+
+    def answers(backend_class, runner_class):
+        with open_engine(backend_class, runner_class) as engine:
+            found = [result.token_ids for result in engine.generate(prompts, params)]
+            found += [result.token_ids for result in engine.generate(prompts[:2], [params[0], changed])]
+            engine.check()
+            return found, engine
+
+    found, engine = answers(CudaBackend, AheadRunner)
+    assert found == answers(TorchBackend, ModelRunner)[0]
+    assert engine._executor.num_ahead >= 4 and engine._executor.num_refused > 0
+    assert sum(each.num_replays for each in recording if len(each.step) == 1) >= 5, "recorded drawings"
 
 
 def test_searches_are_carried_to_their_ends(recording):

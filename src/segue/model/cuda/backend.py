@@ -84,7 +84,7 @@ class CudaBackend(TorchBackend):
         self.exact = exact
         self.kv_dtype = kv_dtype or dtype
         self._product = _exact_product if exact else F.linear
-        self._logits: Tensor | None = None
+        self.few_logits: Tensor | None = None  # where those of up to FEW_ROWS rows are, once there were any
         self.group_rows = max(_MOST_LANES // (spec.num_heads // spec.num_kv_heads), 1)
         self.tile_rows = 32 if dtype == torch.float32 else 64 if exact or spec.head_dim > 128 else 128
         units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
@@ -96,9 +96,9 @@ class CudaBackend(TorchBackend):
         """Logits of a few rows always go to the same memory."""
         if into != "logits" or len(x) > FEW_ROWS:
             return self._product(x, matrix, bias)
-        if self._logits is None:
-            self._logits = torch.empty(FEW_ROWS, len(matrix), dtype=self._dtype, device=self.device)
-        out = self._logits[: len(x)]
+        if self.few_logits is None:
+            self.few_logits = torch.empty(FEW_ROWS, len(matrix), dtype=self._dtype, device=self.device)
+        out = self.few_logits[: len(x)]
         return kernels.product(x, matrix, None, out) if self.exact else torch.mm(x, matrix.t(), out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, into: str) -> Tensor:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from segue.model.cuda.kernels import LOG2E
+from segue.model.sampler import largest
 
 PARTS = 64  # of a row of logits, whose largest are looked for at the same time
 _SURVEYED = 2048  # logits, by one program
@@ -213,10 +214,10 @@ class _Survey(NamedTuple):
 
 def likeliest(logits: Tensor, values: Tensor, places: Tensor, tokens: Tensor) -> None:
     """tokens[i] is where row i's largest logit is; -1 if one is infinite or no number. `values` and `places`: room for
-    [rows, PARTS] fp32 and int32."""
-    rows, vocab = logits.shape
-    _largest_parts[(rows, PARTS)](logits, values, places, vocab, triton.cdiv(vocab, PARTS), BLOCK=1024, num_warps=4)
-    _largest_of_parts[(rows,)](values, places, tokens, PARTS=PARTS, num_warps=1)
+    [rows, parts] fp32 and int32, for as many parts as rows are looked at in."""
+    (rows, vocab), parts = logits.shape, values.shape[1]
+    _largest_parts[(rows, parts)](logits, values, places, vocab, triton.cdiv(vocab, parts), BLOCK=1024, num_warps=4)
+    _largest_of_parts[(rows,)](values, places, tokens, PARTS=parts, num_warps=1)
 
 
 def log_totals(logits: Tensor) -> Tensor:
@@ -300,13 +301,6 @@ def best_of_groups(
     chosen[2, :, :found] = tokens.reshape(groups, -1).gather(1, where)
     if nodes is not None:
         chosen[3, :, :found] = nodes.reshape(groups, -1).gather(1, where)
-
-
-def largest(values: Tensor, count: int) -> Tensor:
-    """Where each row's largest numbers are, in order, however many there are (`topk` takes any of equal ones)."""
-    bits = values.float().view(torch.int32)
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
-    return (order - torch.arange(values.shape[-1], device=values.device)).topk(count, dim=-1).indices
 
 
 def _surveyed(logits: Tensor) -> _Survey:

@@ -16,6 +16,7 @@ from segue.kv import Copy
 from segue.model.cuda import search
 from segue.model.cuda.backend import CudaBackend
 from segue.model.cuda.moves import CudaMoves
+from segue.model.cuda.sampling import draw_now
 from segue.model.cuda.steps import CudaSteps, Launched
 from segue.model.decoder import Decoder
 from segue.model.kv_copies import KVCopies
@@ -24,9 +25,10 @@ from segue.model.sampler import is_plain, sample
 
 
 class CudaRunner(ModelRunner):
-    """Steps of few tokens are replayed, the likeliest tokens are found on the device, and only those come back."""
+    """Steps of few tokens are replayed, tokens are chosen on the device, and only those come back."""
 
     _is_lost = False
+    _draw = staticmethod(draw_now)
 
     def __init__(self, decoder: Decoder, backend: CudaBackend, config: EngineConfig) -> None:
         super().__init__(decoder, backend, config)
@@ -99,10 +101,10 @@ class CudaRunner(ModelRunner):
         rows = [row for row in plan_rows if row.sampling is not None]
         if not rows:
             return StepResult(())
-        if step.tokens is not None and all(is_plain(row) for row in rows):
-            return _checked(step.tokens.tolist())
+        if step.tokens is not None and all(map(is_plain, rows)):
+            return _checked(self._steps.tokens(step, rows).tolist())
         logits = self._decoder.logits(step.hidden) if step.logits is None else step.logits.float()
-        return sample(logits, rows)
+        return sample(logits, rows, self._draw)
 
     def _expand(self, x: Tensor, step: SearchStep) -> Candidates:
         return self._sweeps.expand(x, step) or super()._expand(x, step)

@@ -23,7 +23,6 @@ from segue.model.cuda.choosing import (
     MOST_LEGAL,
     best_of_groups,
     best_tokens,
-    largest,
     legal_tokens,
     log_totals,
 )
@@ -31,6 +30,7 @@ from segue.model.cuda.inputs import BeamInputs
 from segue.model.cuda.steps import CudaSteps, Fed, Step
 from segue.model.decoder import Decoder
 from segue.model.items import Walk
+from segue.model.sampler import largest
 from segue.model.searcher import DeviceLevel, Searcher
 
 _MOST_LEGAL = 1 << 20  # continuations of one group that are looked through

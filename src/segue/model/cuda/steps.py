@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,10 +12,12 @@ from torch import Tensor
 from segue.engine import Row
 from segue.kv import Copy
 from segue.model.batch import Batch
-from segue.model.cuda import choosing, kernels
+from segue.model.cuda import choosing, kernels, recording
 from segue.model.cuda.backend import FEW_ROWS, Attention, CudaBackend, Pieces, Tiles
 from segue.model.cuda.buffers import TAIL, Buffers, Fields, parts
 from segue.model.cuda.inputs import TILE_FIELDS, Inputs, make_inputs
+from segue.model.cuda.recording import Recorded
+from segue.model.cuda.sampling import Draws, draw_now, draws
 from segue.model.cuda.work import FIELDS, IntArray, most_results
 from segue.model.decoder import Decoder
 
@@ -83,13 +85,6 @@ class _Kind(NamedTuple):
     num_candidates: int = 0  # of each row, that a search looks at
 
 
-class Recorded(NamedTuple):
-    """`step` is where what comes of each replay is."""
-
-    graph: torch.cuda.CUDAGraph
-    step: Step
-
-
 class CudaSteps:
     def __init__(
         self, decoder: Decoder, backend: CudaBackend, kv: Tensor, max_sequences: int, max_blocks: int, max_tokens: int
@@ -115,11 +110,12 @@ class CudaSteps:
         self._arrivals = torch.zeros(rows, spec.num_kv_heads, dtype=torch.int32, device=device)
         self._values = torch.empty(rows, choosing.PARTS, dtype=torch.float32, device=device)
         self._places = torch.empty(rows, choosing.PARTS, dtype=torch.int32, device=device)
+        self._draws = Draws([size for size in _SMALL if size <= few], self._values, self._places)
         self._turn = 0  # of two that tokens arrive in: one is read while the other is written
         self._arrived = [torch.zeros(rows, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
         self._done = [torch.cuda.Event() for _ in range(2)] if pin else []  # type: ignore[no-untyped-call]
         self.records = pin
-        self._recorded: dict[_Kind, Recorded] = {}
+        self._recorded: dict[_Kind, Recorded[Step]] = {}
         self._seen: set[_Kind] = set()
         self._pool: Any = None
 
@@ -157,8 +153,8 @@ class CudaSteps:
         return self._replay(kind, inputs, copies, fed)
 
     def launch(self, rows: Sequence[Row], copies: Sequence[Copy], after: Launched | None) -> Launched | None:
-        """Begin a step that samples the likeliest tokens; with `after`, those of the step before are its rows'. None if these are
-        too many."""
+        """Begin a step that samples tokens from logits as they are; with `after`, those of the step before are its rows'. None if
+        these are too many."""
         if len(rows) > FEW_ROWS:
             return None
         inputs = self._inputs(rows)
@@ -173,14 +169,24 @@ class CudaSteps:
             sources[inputs.samples] = [places[row.sequence_id] for row in rows]
         fed = Fed(after.tokens) if after is not None else None
         step = self._replay(kind, inputs, copies, fed, sources)
-        assert step.tokens is not None
+        sampled = [row for row in rows if row.sampling is not None]
+        tokens = self.tokens(step, sampled)
         self._turn ^= 1
-        arrived = self._arrived[self._turn][: len(step.tokens)]
-        arrived.copy_(step.tokens, non_blocking=True)
+        arrived = self._arrived[self._turn][: len(tokens)]
+        arrived.copy_(tokens, non_blocking=True)
         done = self._done[self._turn]
         done.record()
-        sequences = [row.sequence_id for row in rows if row.sampling is not None]
-        return Launched(step.tokens, sequences, arrived, done)
+        return Launched(tokens, [row.sequence_id for row in sampled], arrived, done)
+
+    def tokens(self, step: Step, rows: Sequence[Row]) -> Tensor:
+        """What these rows, all that the step samples, get from its logits as they are: the likeliest, or drawn ones."""
+        assert step.tokens is not None and step.logits is not None
+        if not any(map(draws, rows)):
+            return step.tokens
+        logits = self._backend.few_logits
+        if logits is None or len(rows) > len(logits):
+            return draw_now(step.logits, rows)
+        return self._draws.tokens(logits, rows)
 
     def warm_up(self) -> None:
         """Record what is usual: tokens of many sequences, a prompt, and both."""
@@ -194,6 +200,7 @@ class CudaSteps:
                 tiles, samples = self._tile_room(rows), min(rows, FEW_ROWS)
                 self._record(_Kind(rows, 1, has_own=False, num_tiles=tiles))
                 self._record(_Kind(rows, samples, num_tiles=tiles))
+        self._draws.warm_up(self._backend.few_logits)
         torch.cuda.synchronize(self._backend.device)
 
     def _inputs(self, rows: Sequence[Row]) -> Inputs:
@@ -217,7 +224,7 @@ class CudaSteps:
         if fed is not None:
             _feed(buffers.read, fed, len(inputs.tokens), has_sources=sources is not None)
         recorded.graph.replay()
-        return recorded.step.cut(len(inputs.samples))
+        return recorded.result.cut(len(inputs.samples))
 
     def _kind(
         self,
@@ -298,7 +305,7 @@ class CudaSteps:
             attention=attention,
         )
 
-    def _record(self, kind: _Kind) -> Recorded:
+    def _record(self, kind: _Kind) -> Recorded[Step]:
         """With nothing to do: what it writes goes to the null block."""
         buffers = self._buffers_for(kind.rows)
         buffers.device.zero_()
@@ -318,7 +325,7 @@ class CudaSteps:
             choosing.likeliest(logits, self._values, self._places, tokens)
             return Step(hidden, logits, tokens)
 
-        recorded = self._recorded[kind] = capture(run, self._pool)
+        recorded = self._recorded[kind] = recording.capture(run, self._pool)
         self._pool = self._pool or recorded.graph.pool()
         return recorded
 
@@ -405,13 +412,3 @@ def _feed(there: Fields[Tensor], fed: Fed, count: int, *, has_sources: bool) -> 
 
 def _size(num_rows: int) -> int:
     return next(size for size in SIZES if size >= num_rows)
-
-
-def capture(run: Callable[[], Step], pool: Any) -> Recorded:
-    """Once as it is, so that nothing is compiled or set up while it is recorded."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        step = run()
-    return Recorded(graph, step)
