@@ -135,19 +135,31 @@ class EngineLoop:
             if self._flying is None:
                 self._take(plan, self._scheduler.num_planned, partial(self._executor.execute, plan), self._clock.now())
                 return True
-        flying, self._flying, refused = self._flying, None, None
-        if (ahead := self._scheduler.plan_ahead(flying.plan)) is not None:
-            self._flying = self._begin(ahead, flying.ticket)
-        elif (beside := self._scheduler.plan_beside(flying.plan)) is not None:
-            self._flying = self._begin(beside, None)
-            refused = beside if self._flying is None else None
+        flying, self._flying = self._flying, None
+        refused = self._begin_next(flying)
         num_tokens = self._scheduler.num_planned
-        self._take(flying.plan, flying.num_tokens, partial(self._land, flying), flying.since)
+        try:
+            self._take(flying.plan, flying.num_tokens, partial(self._land, flying), flying.since)
+        except BaseException as error:
+            if refused is not None:
+                self._deliver(self._fail(refused, error))
+            raise
         if self._flying is not None:
             self._flying = self._flying._replace(since=self._clock.now())
         elif refused is not None:
             self._take(refused, num_tokens, partial(self._executor.execute, refused), self._clock.now())
         return True
+
+    def _begin_next(self, flying: _Flying) -> StepPlan | None:
+        """Let the step after one that is under way begin, if it can be planned by now; what was planned, but cannot begin yet."""
+        if isinstance(flying.ticket, BaseException):
+            return None  # nothing can be built on a step that has failed already
+        if (ahead := self._scheduler.plan_ahead(flying.plan)) is not None:
+            self._flying = self._begin(ahead, flying.ticket)
+        elif (beside := self._scheduler.plan_beside(flying.plan)) is not None:
+            self._flying = self._begin(beside, None)
+            return beside if self._flying is None else None
+        return None
 
     def _rest(self, *, moved: bool) -> bool:
         """There is nothing to compute."""
@@ -204,7 +216,8 @@ class EngineLoop:
         error = StepFailed(f"the step failed: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         ended: dict[str, list[int]] = {}
-        for sequence in self._scheduler.fail(plan, error):
+        begun = self._flying.plan if self._flying is not None else None
+        for sequence in self._scheduler.fail(plan, error, begun):
             ended.setdefault(sequence.turn.id, []).append(sequence.index)
         deltas: list[Delta] = []
         for request_id, indices in ended.items():

@@ -449,6 +449,11 @@ class Scheduler:
                 if step is not None:
                     next(candidates)
                 continue
+            if (
+                sampling is not None and sequence.search is not None
+            ):  # its thought ended meanwhile, and this is no part of it
+                sampled += 1
+                continue
             if step is not None and step.tails:
                 self._expand(sequence, step, next(candidates))
                 continue
@@ -501,18 +506,32 @@ class Scheduler:
             sequence.status = Status.RUNNING
             self._running[sequence.id] = sequence
 
-    def fail(self, plan: StepPlan, error: Exception) -> list[Sequence]:
+    def fail(self, plan: StepPlan, error: Exception, begun: StepPlan | None = None) -> list[Sequence]:
         """A step raised: undo its reservations and end its requests, and no others; the sequences this ended. What
-        earlier steps computed stays in the index."""
+        earlier steps computed stays in the index. `begun`: a step after it that is under way already."""
         for copy in plan.copies:
             self.kv.settle(copy)
-        turns = dict.fromkeys(
-            self._running[row.sequence_id].turn for row in plan.rows if row.sequence_id in self._running
-        )
+        failed = {row.sequence_id for row in plan.rows}
+        relied = {row.sequence_id for row in begun.rows} if begun is not None else set()
+        for sequence in self._without_copy(plan, failed):
+            if sequence.id in relied:
+                failed.add(sequence.id)
+            else:
+                self._preempt(sequence)
+        turns = dict.fromkeys(sequence.turn for sequence in self._running.values() if sequence.id in failed)
         ended = [sequence for turn in turns for sequence in turn.sequences if sequence.status is not Status.FINISHED]
         for sequence in ended:
             self.finish(sequence, FinishReason.ERROR, error)
         return ended
+
+    def _without_copy(self, plan: StepPlan, rows: set[int]) -> list[Sequence]:
+        """Those that have no row in a failed step, but were to get a copy in it: nobody knows what is in that block."""
+        targets = {copy.dst for copy in plan.copies}
+        return [
+            sequence
+            for sequence in self._running.values()
+            if sequence.id not in rows and sequence.table is not None and not targets.isdisjoint(sequence.table.blocks)
+        ]
 
     def abort(self, turn: Turn) -> None:
         for sequence in turn.sequences:

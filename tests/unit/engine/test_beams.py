@@ -126,8 +126,9 @@ def test_a_thought_goes_over_into_a_search_in_place():
     assert result.state.tokens.tolist() == [*PROMPT, *thought, 5, 6, 7, *result.beams[0].token_ids]
 
 
-def test_the_part_of_the_suffix_that_a_stopped_thought_has_is_not_repeated():
-    engine = make()
+@pytest.mark.parametrize("fake", [FakeExecutor, PipelinedFake])
+def test_the_part_of_the_suffix_that_a_stopped_thought_has_is_not_repeated(fake):
+    engine = make(fake=fake)
     thought = expected(PROMPT, 20)
     stop = thought[6]
     first = thought.index(stop)
@@ -135,6 +136,7 @@ def test_the_part_of_the_suffix_that_a_stopped_thought_has_is_not_repeated():
     beam = BeamParams(width=4, max_tokens=2)
     result = engine.generate(Request(PROMPT, params, then=Then(beam, [stop, 2, 3])))[0]
     assert result.completions[0].finish_reason is FinishReason.STOP
+    assert result.token_ids == thought[: first + 1], "also if a step more was under way"
     assert lines(result) == searched([*PROMPT, *thought[: first + 1], 2, 3], beam)
     assert result.completions[0].search_prefilled == 1 + 2
 
@@ -315,6 +317,60 @@ def test_a_failed_step_ends_its_searches_and_no_others():
     engine.check()
     assert engine.stats().kv_usage == 0
     assert engine.generate(Request(PROMPT, beam=BeamParams(width=4, max_tokens=4)))[0].beams
+
+
+class NoMemory(PipelinedFake):
+    """The first step with copies fails before they are made."""
+
+    failures = 1
+
+    def launch(self, plan, after):
+        if self.failures and plan.copies:
+            self.failures -= 1
+            raise MemoryError("no room for a recording")
+        return super().launch(plan, after)
+
+
+def test_a_search_that_waits_for_the_next_step_does_not_count_on_copies_of_a_failed_one():
+    engine = make(400, fake=NoMemory, max_step_tokens=80, max_running=8, max_model_len=300)
+    engine.generate(PROMPT, SamplingParams(max_tokens=1, temperature=0))  # its last block is shared, and to be copied
+    beam = BeamParams(width=45, max_tokens=3)  # of which two are too many for one step
+    one, two = (engine.submit(Request([*PROMPT, token], beam=beam)) for token in (5, 6))
+    failed, fine = run(engine, one, two)
+    assert isinstance(failed.error, StepFailed) and engine._executor.failures == 0
+    assert found(fine) == [line for _, line in searched([*PROMPT, 6], beam)]
+
+
+class Interrupted(PipelinedFake):
+    """In the middle of waiting for searches."""
+
+    def land(self, ticket):
+        if isinstance(ticket, list):
+            self.num_in_flight -= 1
+            raise KeyboardInterrupt
+        return super().land(ticket)
+
+
+def test_a_step_that_was_only_planned_is_undone_when_the_one_before_it_is_interrupted():
+    engine = make(400, fake=Interrupted, max_step_tokens=64, max_running=8, max_model_len=300)
+    base = [7] * 22
+    engine.generate(base, SamplingParams(max_tokens=1, temperature=0))
+    engine.submit(Request(PROMPT, beam=BeamParams(width=20, max_tokens=3)))
+    plan_beside, begun = engine._scheduler.plan_beside, []
+
+    def beside(plan):
+        """A prompt longer than a step comes meanwhile: its first part samples nothing, so it is not launched."""
+        if not begun:
+            begun.append(engine.submit([*base, *[9] * 150], SamplingParams(max_tokens=3, temperature=0)))
+        return plan_beside(plan)
+
+    engine._scheduler.plan_beside = beside
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.check()
+    ended = {delta.request_id: delta.error for delta in engine.step()}
+    assert isinstance(ended[begun[0]], StepFailed)
+    assert not engine.has_work and engine.stats().kv_usage == 0
 
 
 def test_what_follows_a_search_follows_its_best_line():
