@@ -23,7 +23,7 @@ def add_engine_options(command: argparse.ArgumentParser, *, model: bool = True) 
         group.add_argument(
             "--model", default="smollm2", help="a name from `segue models`, a Hugging Face folder or a .gguf file"
         )
-    group.add_argument("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    group.add_argument("--device", default="auto", help="cpu or cuda (default: cuda if there is one)")
     group.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
     group.add_argument("--quantize", choices=["int8"], help="8-bit weights, on CPU")
     group.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"], help="fp8: half the KV memory, on CUDA")

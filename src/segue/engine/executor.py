@@ -69,6 +69,12 @@ def check_result(plan: StepPlan, result: StepResult) -> None:
     searching = len([row for row in plan.rows if row.search is not None])
     if len(result.candidates) != searching:
         raise ValueError(f"{searching} rows search, and the executor gave candidates for {len(result.candidates)}")
+    for found in result.candidates:
+        chain: Candidates | None = found
+        while chain is not None:
+            if len({len(chain.beams), len(chain.tokens), len(chain.scores), len(chain.nodes), len(chain.ends)}) > 1:
+                raise ValueError("the executor gave candidates of which something is missing")
+            chain = chain.then
 
 
 class Executor(Protocol):

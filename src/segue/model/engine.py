@@ -120,7 +120,7 @@ class Engine(EngineCore):
             config,
             tokenizer=loaded.tokenizer,
             vocab_size=spec.vocab_size,
-            model_fingerprint=f"{loaded.fingerprint}/{backend.name}/{backend.kv_dtype}",
+            model_fingerprint=_kv_identity(loaded, backend, chosen, device),
             state_identity=f"{loaded.fingerprint}/{chosen.quantize or _precision(chosen, device)}{_kv_suffix(chosen)}",
             policy=policy,
             clock=clock,
@@ -157,6 +157,14 @@ class Engine(EngineCore):
     ) -> Session:
         """A session that `Session.save` wrote, with its KV. A file that is damaged or does not fit changes nothing."""
         return Session.load(self, path, params=params, hold=hold, salt=salt, job_id=job_id)
+
+
+def _kv_identity(loaded: LoadedModel, backend: Backend, options: ModelOptions, device: torch.device) -> str:
+    """Of KV that others may find and take for their own: to the last bit it depends on how it was computed."""
+    how = [backend.name, options.quantize or _precision(options, device), str(backend.kv_dtype)]
+    if options.exact and device.type == "cuda":
+        how.append("exact")
+    return "/".join([loaded.fingerprint, *how])
 
 
 def _kv_suffix(options: ModelOptions) -> str:
@@ -217,12 +225,14 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidRequest("device", f"{name!r} is not a device: cpu, cuda or cuda:N") from error
+        raise InvalidRequest("device", f"{name!r} is not a device: cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
         raise InvalidRequest("device", f"{name!r} is not supported: cpu and cuda are")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type == "cuda" and not torch.cuda.device_count():
+        raise InvalidRequest("device", f"{name} was asked for, and torch finds no CUDA device")
+    if device.index:
         raise InvalidRequest(
-            "device", f"{name} was asked for, and torch finds {torch.cuda.device_count()} CUDA devices"
+            "device", f"{name}: it is always the first one; CUDA_VISIBLE_DEVICES={device.index} makes another the first"
         )
     return device
 
@@ -267,6 +277,10 @@ def _backend(
         if (missing := why_not(loaded.spec)) is None:
             from segue.model.cuda.backend import CudaBackend
 
+            if options.kv_dtype == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
+                raise UnsupportedModel(
+                    f"kv_dtype=fp8 needs a device of compute capability 8.9 or more; {device} has less"
+                )
             kv_dtype = torch.float8_e4m3fn if options.kv_dtype == "fp8" else None
             backend_here = CudaBackend(
                 loaded.spec, _TORCH_DTYPES[dtype], device, max_len, exact=options.exact, kv_dtype=kv_dtype
@@ -274,7 +288,9 @@ def _backend(
             how = [dtype, *(["fp8 KV"] if kv_dtype else []), *(["exact"] if options.exact else [])]
             return backend_here, f"Triton kernels on {device}, {', '.join(how)}"
         reason = missing
-    if options.exact and device.type == "cuda":
+    if options.exact:
         raise UnsupportedModel(f"exact=True needs our kernels on {device}: {reason}")
+    if options.kv_dtype == "fp8":
+        raise UnsupportedModel(f"kv_dtype=fp8 needs our kernels on {device}: {reason}")
     note = f"torch on {device}, {dtype}" + (f" ({reason})" if reason != "as asked" else "")
     return TorchBackend(loaded.spec, _TORCH_DTYPES[dtype], device, max_len), note

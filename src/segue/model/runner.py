@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from segue.base.config import EngineConfig
+from segue.base.errors import InvalidRequest
 from segue.engine import Candidates, Row, SearchStep, StepPlan, StepResult
 from segue.kv import Copy
 from segue.model.backend import Backend
@@ -95,6 +96,8 @@ class ModelRunner:
         self._copies.blocks_in(blocks, slots, memory)
 
     def codec(self) -> Int8Codec:
+        if self.kv.dtype.itemsize < 2:
+            raise InvalidRequest("tiers", "int8 makes nothing smaller of KV in fp8: leave it out")
         return Int8Codec(self.kv_layout, self.kv.shape[4])
 
     def warm_up(self) -> None:

@@ -15,11 +15,12 @@ if torch.cuda.is_available():
 
 from segue import BeamParams, Request, SamplingParams
 from segue.base.config import EngineConfig, Environment
-from segue.engine import EngineCore, Row, Sampling
-from segue.model.cuda import attention, choosing, inputs, kernels, sampling, steps
+from segue.engine import EngineCore, Row, Sampling, SearchStep
+from segue.model.cuda import attention, choosing, inputs, kernels, sampling, search, steps
 from segue.model.cuda import recording as recording_module
 from segue.model.cuda.backend import CudaBackend
-from segue.model.cuda.choosing import PARTS, best_of_groups, best_tokens, legal_tokens, likeliest
+from segue.model.cuda.buffers import Buffers
+from segue.model.cuda.choosing import PARTS, best_of_groups, best_tokens, legal_tokens, likeliest, log_totals
 from segue.model.cuda.drawing import draw
 from segue.model.cuda.inputs import make_inputs
 from segue.model.cuda.runner import CudaRunner
@@ -83,7 +84,7 @@ def run_pieces(q, cache, tables, group_rows, work, contexts, window, scale, tail
     assert not arrivals.any()
     if shared is None:
         return out
-    attention.merge_pieces(q, cache.k, cache.v, sums, logs, results, starts, tails, out, scale=scale)
+    attention.merge_pieces(q, cache.k, cache.v, sums, logs, results, starts, tails, out, scale=scale, window=window)
     return out
 
 
@@ -107,7 +108,9 @@ def test_tokens_by_themselves_and_in_groups(heads, kv_heads, dim, size, window, 
     assert out[4].isnan().all()  # nobody's
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size", "window", "dtype"), [SHAPES[0], SHAPES[2]])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "size", "window", "dtype"), [SHAPES[0], SHAPES[2], (4, 2, 64, 16, 5, torch.float32)]
+)
 def test_beams_see_what_they_share_and_their_own(heads, kv_heads, dim, size, window, dtype):
     torch.manual_seed(6)
     cache, scale, shared = Cache(kv_heads, dim, size, dtype), dim**-0.5, 300
@@ -117,7 +120,7 @@ def test_beams_see_what_they_share_and_their_own(heads, kv_heads, dim, size, win
     counts = torch.tensor([1, 3, 7, 0, 5], dtype=torch.int32)
     slots = torch.randperm(cache.num_blocks * size)[:40].view(5, 8).int()
     tails = (slots, counts)
-    out = run_pieces(q, cache, tables, 2, work, counts, window, scale, tails)
+    out = run_pieces(q, cache, tables, 2, work, shared + counts, window, scale, tails)
     for at, count in enumerate(counts.tolist()):
         seen = torch.cat([cache.slots(tables[0], shared), slots[at, :count].long()])
         assert error(out[at], cache.attend(q[at], seen, window, scale)) < 2e-3
@@ -377,7 +380,8 @@ class Again:
 
 @pytest.fixture
 def recording(monkeypatch):
-    """Steps are recorded as on a device; all that was."""
+    """Steps are recorded as on a device; all that was. Logits are looked at in fewer parts: the interpreter takes its time."""
+    monkeypatch.setattr(choosing, "PARTS", 4)
     made = []
 
     def capture(run, pool):
@@ -502,9 +506,8 @@ class AheadRunner(CudaRunner):
         return ticket
 
 
-def test_an_engine_draws_on_the_device_what_the_sampler_draws(recording, monkeypatch):
+def test_an_engine_draws_on_the_device_what_the_sampler_draws(recording):
     """Beside greedy ones, and ahead of tokens that only the device knows; those whose logits are changed first, after all."""
-    monkeypatch.setattr(choosing, "PARTS", 4)  # the interpreter takes its time
     prompts = [[5, 6, 7], [9 + at % 50 for at in range(20)], [3, 4]]
     params = [
         SamplingParams(max_tokens=6, temperature=0.9, top_k=20, top_p=0.95, seed=1, ignore_eos=True),
@@ -607,4 +610,88 @@ def test_the_usual_steps_are_recorded_beforehand(exact, monkeypatch):
             rows.append(Row(99, tokens, 0, count, blocks(99), sampling))
         assert made._kind_of(made._inputs(rows)) in usual
         made.records = True
-        assert made._kind(made._inputs(rows), (), needs_head=True, at_once=True) is not None
+        assert made._kind(made._inputs(rows), (), needs_head=True) is not None
+
+
+@torch.inference_mode()
+def test_a_kind_is_recorded_when_it_comes_the_second_time(recording):
+    """That its launch was refused is not the first."""
+    with open_engine(CudaBackend, CudaRunner) as engine:
+        made = engine._executor._steps
+        sampling, tokens = Sampling(SamplingParams(temperature=0), 0, 1, frozenset()), array("i", bytes(4 * 64))
+        rows = [Row(at, tokens, 0, 17, array("i", [1 + 2 * at, 2 + 2 * at]), sampling) for at in range(2)]
+        assert made.launch(rows, (), None) is None
+        made.run(rows, needs_head=True)
+        assert not recording
+        made.run(rows, needs_head=True)
+        assert len(recording) == 1
+
+
+def small_engine(backend_class, runner_class, max_len=32, **changes):
+    spec = replace(tiny_spec(), num_layers=1, windows=(None,), **changes)
+    backend = backend_class(spec, torch.float32, torch.device("cpu"), max_len)
+    config = EngineConfig(96, 16, 64, 16, max_len)
+    runner = runner_class(Decoder(spec, Weights.in_memory(random_weights(spec)), backend), backend, config)
+    return EngineCore(runner, config, vocab_size=spec.vocab_size)
+
+
+def test_beams_that_together_are_longer_than_a_sequence_may_be(recording):
+    beam = BeamParams(width=9, max_tokens=3, ignore_eos=True)
+    with small_engine(CudaBackend, CudaRunner) as engine, small_engine(TorchBackend, ModelRunner) as wanted:
+        engine.generate([[9 + at % 50 for at in range(26)]], SamplingParams(max_tokens=1, temperature=0))
+        request = Request([9 + at % 50 for at in range(27)], beam=beam)
+        ours, theirs = (each.generate(request)[0].beams for each in (engine, wanted))
+        assert [line.token_ids for line in ours] == [line.token_ids for line in theirs]
+
+
+def test_a_step_that_does_not_fit_its_buffer_takes_it_from_nobody():
+    buffers = Buffers(4, 4, 4, 4, 2, torch.device("cpu"))
+    row = Row(0, array("i", [1]), 0, 1, array("i", [1]), None)
+    fits = make_inputs([row], 16, 4, 64)
+    too_wide = fits._replace(tables=np.zeros((1, 3), np.int32))
+    assert buffers.holds(fits, ()) and not buffers.holds(too_wide, ())
+    for _ in range(3):
+        with pytest.raises(ValueError, match="broadcast"):
+            buffers.fill(too_wide, (), 4)
+    buffers.fill(fits, (), 4)
+    assert buffers.read.tokens.tolist() == [1, 0, 0, 0]
+
+
+def test_more_candidates_than_there_are_tokens(recording):
+    beam = BeamParams(width=8, max_tokens=3, stop_token_ids=[2])
+    found = []
+    for backend_class, runner_class in ((TorchBackend, ModelRunner), (CudaBackend, CudaRunner)):
+        with small_engine(backend_class, runner_class, vocab_size=12, eos_ids=(2,)) as engine:
+            found.append([line.token_ids for line in engine.generate(Request([1, 3, 4, 5], beam=beam))[0].beams])
+    assert found[0] == found[1]
+
+
+def test_an_exact_search_is_computed_in_one_way_whoever_is_beside_it():
+    """Wider ones in the same step, and ones that may not have everything."""
+
+    def begun(beam, depth=1):
+        walk = beam.catalogue.restricted(None, beam.deny) if beam.catalogue else None
+        tails = [[40 + at] for at in range(beam.width)] if depth else []
+        scores = [0.0] * max(len(tails), 1)
+        step = SearchStep(8, tails, scores, [0] * len(scores), depth, 40, beam, 0, walk, 1 if depth else 2)
+        return Row(
+            beam.width, array("i", range(len(scores))), 40, 40 + len(scores), array("i", range(1, 9)), None, step
+        )
+
+    narrow, wide = BeamParams(width=2, max_tokens=2), BeamParams(width=40, max_tokens=2)
+    with open_engine(CudaBackend, CudaRunner, exact=True) as engine:
+        made = engine._executor._steps
+        alone, beside = (made._inputs(rows) for rows in ([begun(narrow)], [begun(narrow), begun(wide)]))
+        assert made._group_rows(alone) == made._group_rows(beside) == made.group_rows
+    items = Catalogue({f"item {at}": (3 + at % 7, 20 + at % 11) for at in range(77)})
+    free, limited = BeamParams(width=3, catalogue=items), BeamParams(width=3, catalogue=items, deny=("item 1",))
+    assert search._kind(begun(free, 0)) != search._kind(begun(limited, 0))
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 99), st.integers(50, 5000))
+def test_log_totals_have_one_value(seed, vocab):
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    values, total = best_tokens(logits, 1)[1], log_totals(logits)
+    assert torch.equal(values[:, 0], logits.float().amax(-1) - total)
+    assert torch.allclose(total, logits.float().logsumexp(-1), atol=1e-4)

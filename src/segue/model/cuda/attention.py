@@ -155,9 +155,9 @@ def _attend_pieces(
 
 @triton.jit
 def _merge_pieces(
-    q, k_cache, v_cache, sums, logs, results, starts, tails, tail_counts, out, scale, tail_stride, block_stride,
+    q, k_cache, v_cache, sums, logs, results, starts, tails, tail_counts, out, scale, tail_stride, block_stride, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, MANY: tl.constexpr, TILE: tl.constexpr,
-    HAS_TAILS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_TAILS: tl.constexpr, HAS_WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """What the pieces of a row's context give, together, and with them what is in the slots that a beam has for itself; a row
     without any (padding, or one of a tile) is left alone."""
@@ -171,7 +171,10 @@ def _merge_pieces(
     if HAS_TAILS:
         count = tl.load(tail_counts + row)
         query = tl.load(q + place).to(tl.float32) * (scale * LOG2E)
-        for start in range(0, count, TILE):
+        begin = 0
+        if HAS_WINDOW:
+            begin = tl.maximum(count - window, 0)
+        for start in range(begin, count, TILE):
             token = start + tl.arange(0, TILE)
             inside = token < count
             slot = tl.load(tails + row * tail_stride + token, mask=inside, other=0)
@@ -306,6 +309,7 @@ def merge_pieces(
     out: Tensor,
     *,
     scale: float,
+    window: int | None,
 ) -> None:
     """`tails`: [rows, tokens] slots, and how many of them each row has."""
     rows, heads, dim = out.shape
@@ -313,8 +317,8 @@ def merge_pieces(
     slots, counts = tails if tails is not None else (starts, starts)
     _merge_pieces[(rows, heads)](
         q, k_cache, v_cache, sums, logs, results, starts, slots, counts, out, scale, slots.stride(0), k_cache.stride(0),
-        HEADS=heads, GROUP=heads // kv_heads, SIZE=size, DIM=dim, MANY=32, TILE=4, HAS_TAILS=tails is not None, num_warps=1,
-        **early(q),
+        window or 0, HEADS=heads, GROUP=heads // kv_heads, SIZE=size, DIM=dim, MANY=32, TILE=4, HAS_TAILS=tails is not None,
+        HAS_WINDOW=window is not None, num_warps=1, **early(q),
     )  # fmt: skip
 
 

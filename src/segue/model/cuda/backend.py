@@ -193,7 +193,17 @@ class CudaBackend(TorchBackend):
         if step.pieces is not None and step.merged_rows:
             some = out[: step.merged_rows]
             attention.merge_pieces(
-                q, k_cache, v_cache, step.sums, step.logs, step.results, step.starts, step.tails, some, scale=scale
+                q,
+                k_cache,
+                v_cache,
+                step.sums,
+                step.logs,
+                step.results,
+                step.starts,
+                step.tails,
+                some,
+                scale=scale,
+                window=window,
             )
         if step.tiles is not None:
             attention.attend_tiles(

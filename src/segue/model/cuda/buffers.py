@@ -92,6 +92,7 @@ class Buffers:
     def holds(self, inputs: Inputs, copies: Sequence[Copy]) -> bool:
         return (
             len(inputs.tables) <= self.max_sequences
+            and inputs.tables.shape[1] <= self._max_blocks
             and inputs.tails.shape[1] <= TAIL
             and len(copies) <= self.max_copies
             and len(inputs.own) <= self.max_pieces
@@ -101,7 +102,7 @@ class Buffers:
 
     def fill(self, inputs: Inputs, copies: Sequence[Copy], size: int, sources: IntArray | None = None) -> None:
         """Rows beyond the step's own, up to `size`, write to the null block, and attend to nothing."""
-        buffer = self._written.popleft()
+        buffer = self._written[0]
         if buffer.copied is not None:
             buffer.copied.synchronize()
         there, count = buffer.fields, len(inputs.tokens)
@@ -133,4 +134,5 @@ class Buffers:
             copied = buffer.copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
             buffer = buffer._replace(copied=copied)
+        self._written.popleft()
         self._written.append(buffer)

@@ -74,6 +74,12 @@ def _log_total(logs, row, num_logs, LOGS: tl.constexpr):
 
 
 @triton.jit
+def _log_totals(logs, totals, num_logs, LOGS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(totals + row, _log_total(logs, row, num_logs, LOGS))
+
+
+@triton.jit
 def _best_below(best, values, row, count, BEST: tl.constexpr):
     """Each of the `best` stands for eight: of all these, the best."""
     place = _places(best)[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -222,7 +228,7 @@ def likeliest(logits: Tensor, values: Tensor, places: Tensor, tokens: Tensor) ->
 
 def log_totals(logits: Tensor) -> Tensor:
     """Each row's logarithm of the sum of exponentials."""
-    return _surveyed(logits).logs.logsumexp(-1)
+    return _totals_of(_surveyed(logits))
 
 
 def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -250,7 +256,7 @@ def _best_of_very_many(logits: Tensor, survey: _Survey, count: int) -> tuple[Ten
     places = (chunks[:, :, None] * 64 + torch.arange(64, device=logits.device)).flatten(1)
     found = logits.gather(1, places.clamp(max=vocab - 1)).float().masked_fill_(places >= vocab, -torch.inf)
     at = largest(found, count)
-    return places.gather(1, at).int(), found.gather(1, at) - survey.logs.logsumexp(-1)[:, None]
+    return places.gather(1, at).int(), found.gather(1, at) - _totals_of(survey)[:, None]
 
 
 def legal_tokens(
@@ -301,6 +307,14 @@ def best_of_groups(
     chosen[2, :, :found] = tokens.reshape(groups, -1).gather(1, where)
     if nodes is not None:
         chosen[3, :, :found] = nodes.reshape(groups, -1).gather(1, where)
+
+
+def _totals_of(survey: _Survey) -> Tensor:
+    """To the last bit as `best_tokens` has them."""
+    rows, count = survey.logs.shape
+    totals = torch.empty(rows, dtype=torch.float32, device=survey.logs.device)
+    _log_totals[(rows,)](survey.logs, totals, count, LOGS=triton.next_power_of_2(count), num_warps=4)
+    return totals
 
 
 def _surveyed(logits: Tensor) -> _Survey:

@@ -111,7 +111,7 @@ def _of_many(rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: i
 
 def _of_one(row: Row, block_size: int) -> Inputs:
     """A few tokens of one sequence: somebody waits for these, and for nothing else."""
-    count, table = row.stop - row.start, np.array(row.blocks, np.int32)[None]
+    count, table = row.stop - row.start, np.array(row.blocks[: _num_blocks(row, block_size)], np.int32)[None]
     positions = np.arange(row.start, row.stop, dtype=np.int32)
     blocks, offsets = np.divmod(positions, np.int32(block_size))
     contexts, none = positions + np.int32(1), np.zeros(count, np.int32)
@@ -188,9 +188,9 @@ def _beams(row: Row) -> SearchStep | None:
 
 
 def _num_blocks(row: Row, block_size: int) -> int:
-    """That a table needs: beams' own tokens are found by their slots."""
+    """That a table needs: beams' own tokens are found by their slots. A search may have more already, for those to come."""
     step = _beams(row)
-    return len(row.blocks) if step is None else -(-step.num_shared // block_size)
+    return -(-(row.stop if step is None else step.num_shared) // block_size)
 
 
 def _slots_of(row: Row, step: SearchStep, block_size: int) -> IntArray:

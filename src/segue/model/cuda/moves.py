@@ -34,7 +34,8 @@ class CudaMoves:
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._written: torch.cuda.Event | None = None
         self._lock = threading.Lock()
-        self._staging: Tensor | None = None
+        many = max(_STAGED_BYTES // self._block_bytes, 1)  # there from the beginning: an eviction must not fail for it
+        self._staging = torch.empty(many, self._block_bytes // kv.itemsize, dtype=self._kv.dtype, device=kv.device)
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def step_ended(self) -> None:
@@ -49,7 +50,7 @@ class CudaMoves:
             if self._written is not None:
                 self._stream.wait_event(self._written)
             for ids, runs in self._parts(blocks, slots):
-                staged = self._room(len(ids))
+                staged = self._staging[: len(ids)]
                 kernels.gather_blocks(self._kv, ids, staged)
                 for first, last, slot in runs:
                     held[slot : slot + last - first].copy_(staged[first:last], non_blocking=True)
@@ -61,7 +62,7 @@ class CudaMoves:
         with self._lock, torch.cuda.stream(self._stream):
             is_first = True
             for ids, runs in self._parts(blocks, slots):
-                staged = self._room(len(ids))
+                staged = self._staging[: len(ids)]
                 for first, last, slot in runs:
                     staged[first:last].copy_(held[slot : slot + last - first], non_blocking=True)
                 if is_first:
@@ -114,20 +115,12 @@ class CudaMoves:
         self, blocks: Sequence[int], slots: Sequence[int]
     ) -> Iterator[tuple[Tensor, list[tuple[int, int, int]]]]:
         """As many blocks as go at once, and the runs of slots that follow each other: first, last, slot."""
-        many = max(_STAGED_BYTES // self._block_bytes, 1)
+        many = len(self._staging)
         for at in range(0, len(blocks), many):
             part = slots[at : at + many]
             starts = [0, *(i for i in range(1, len(part)) if part[i] != part[i - 1] + 1), len(part)]
             ids = torch.tensor(blocks[at : at + many], dtype=torch.int32).to(self._kv.device)
             yield ids, [(first, last, part[first]) for first, last in pairwise(starts)]
-
-    def _room(self, num_blocks: int) -> Tensor:
-        """[blocks, items]"""
-        if self._staging is None:
-            many = max(_STAGED_BYTES // self._block_bytes, 1)
-            shape = (many, self._block_bytes // self._kv.itemsize)
-            self._staging = torch.empty(shape, dtype=self._kv.dtype, device=self._kv.device)
-        return self._staging[:num_blocks]
 
     def _slots(self, memory: memoryview) -> Tensor:
         whole = len(memory) // self._block_bytes * self._block_bytes

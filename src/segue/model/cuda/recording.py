@@ -22,6 +22,7 @@ def capture(run: Callable[[], T], pool: Any) -> Recorded[T]:
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # What other threads do meanwhile, such as page-locking memory for a tier or recording for another engine, is their affair.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = run()
     return Recorded(graph, result)

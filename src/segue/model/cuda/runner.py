@@ -131,10 +131,23 @@ class CudaRunner(ModelRunner):
         return _checked(ticket.arrived.tolist())
 
     def read_kv(self, blocks: Sequence[int], start: int, stop: int, out: memoryview) -> None:
-        if self._moves is not None:
-            self._moves.take(blocks, start, stop, out)
-        else:
-            super().read_kv(blocks, start, stop, out)
+        with self._watching():
+            if self._moves is not None:
+                self._moves.take(blocks, start, stop, out)
+            else:
+                super().read_kv(blocks, start, stop, out)
+
+    def write_kv(self, blocks: Sequence[int], start: int, stop: int, data: memoryview, first: int, last: int) -> None:
+        with self._watching():
+            super().write_kv(blocks, start, stop, data, first, last)
+
+    def blocks_out(self, blocks: Sequence[int], slots: Sequence[int], memory: memoryview) -> None:
+        with self._watching():
+            super().blocks_out(blocks, slots, memory)
+
+    def blocks_in(self, blocks: Sequence[int], slots: Sequence[int], memory: memoryview) -> None:
+        with self._watching():
+            super().blocks_in(blocks, slots, memory)
 
     def forward(self, plan: StepPlan) -> Tensor:
         return self._decoder.logits(self._steps.run(plan.rows, plan.copies, needs_head=False).hidden)

@@ -77,7 +77,7 @@ class Draws:
 
     def _tell(self, told: IntArray, size: int) -> None:
         """Rows beyond those there are draw nothing."""
-        memory, copied = self._buffers.popleft()
+        memory, copied = self._buffers[0]
         if copied is not None:
             copied.synchronize()
         there = memory.numpy()
@@ -87,6 +87,7 @@ class Draws:
         if self._told.is_cuda:
             copied = copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
+        self._buffers.popleft()
         self._buffers.append(_Buffer(memory, copied))
 
 

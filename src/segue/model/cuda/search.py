@@ -228,7 +228,9 @@ def _kind(row: Row) -> tuple[object, ...]:
     step = row.search
     assert step is not None
     walk = step.constraint
-    return step.params.width, step.passes, id(walk.catalogue) if isinstance(walk, Walk) else None, step.params.scoring
+    catalogue = id(walk.catalogue) if isinstance(walk, Walk) else None
+    is_denied = any(_denied(step, depth) is not None for depth in range(step.passes))  # found in another way
+    return step.params.width, step.passes, catalogue, step.params.scoring, is_denied
 
 
 def _denied(step: SearchStep, depth: int) -> npt.NDArray[np.int32] | None:
@@ -283,7 +285,7 @@ def expand(best: tuple[Tensor, Tensor], steps: Sequence[SearchStep]) -> list[Can
         rows = place.flatten().to(device)
         tokens, logprobs = tokens[rows], logprobs[rows]
     totals = logprobs.view(groups, widest, most) + scores[:, :, None]
-    where = largest(totals.view(groups, -1), most)
+    where = largest(totals.view(groups, -1), min(max(step.num_candidates for step in steps), widest * most))
     values = totals.view(groups, -1).gather(1, where)
     chosen = tokens.reshape(groups, -1).gather(1, where)
     packed = torch.stack([values.view(torch.int32), where.int(), chosen.int()]).cpu()

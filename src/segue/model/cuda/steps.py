@@ -131,7 +131,7 @@ class CudaSteps:
         needs_head: bool,
         num_candidates: int = 0,
     ) -> Step:
-        """Of the rows that are sampled from, in order. With `num_candidates`, so many of each, for a search."""
+        """Of the rows that are sampled from, in order. With `num_candidates`, so many of each or more, for a search."""
         inputs = self._inputs(rows)
         return self.run_inputs(inputs, copies, needs_head=needs_head, num_candidates=num_candidates)
 
@@ -144,8 +144,11 @@ class CudaSteps:
         needs_head: bool,
         num_candidates: int = 0,
     ) -> Step:
+        num_candidates = 1 << (num_candidates - 1).bit_length() if num_candidates else 0  # so that kinds are few
         kind = self._kind(inputs, copies, needs_head=needs_head, num_candidates=num_candidates)
-        if kind is None:
+        if kind is None or not self._is_due(kind):
+            if kind is not None:
+                self._seen.add(kind)
             hidden = self._decoder.hidden(self._batch(inputs, copies, fed), self._kv)
             if not num_candidates:
                 return Step(hidden)
@@ -158,9 +161,9 @@ class CudaSteps:
         if len(rows) > FEW_ROWS:
             return None
         inputs = self._inputs(rows)
-        kind = self._kind(inputs, copies, needs_head=True, at_once=after is not None)
-        if kind is None:
-            assert after is None, "a token of each of a few sequences always fits"
+        kind = self._kind(inputs, copies, needs_head=True)
+        assert kind is not None or after is None, "a token of each of a few sequences always fits"
+        if kind is None or (after is None and not self._is_due(kind)):
             return None
         sources = None
         if after is not None:
@@ -233,23 +236,21 @@ class CudaSteps:
         *,
         needs_head: bool,
         num_candidates: int = 0,
-        at_once: bool = False,
     ) -> _Kind | None:
-        """None if it is not to be recorded: because it is too large, or, but for the simple ones, the first of its kind.
-        `at_once`: also then."""
+        """None if it is too large to be recorded."""
         num_rows = len(inputs.tokens)
         if not (self.records and num_rows <= self._max_rows and self._buffers_for(num_rows).holds(inputs, copies)):
             return None
-        kind = self._kind_of(inputs)._replace(has_head=needs_head, num_candidates=num_candidates)
+        return self._kind_of(inputs)._replace(has_head=needs_head, num_candidates=num_candidates)
+
+    def _is_due(self, kind: _Kind) -> bool:
+        """Simple ones are recorded at once, others when they come the second time."""
         is_simple = kind.rows <= FEW_ROWS and not kind.num_tiles
-        if not (is_simple or at_once) and kind not in self._recorded and kind not in self._seen:
-            self._seen.add(kind)
-            return None
-        return kind
+        return is_simple or kind in self._recorded or kind in self._seen
 
     def _kind_of(self, inputs: Inputs) -> _Kind:
         rows, num_samples, num_tiles = _size(len(inputs.tokens)), len(inputs.samples), len(inputs.tiles)
-        has_own, group_rows, has_tails = len(inputs.own) > 0, _group_rows(inputs), inputs.tails.size > 0
+        has_own, group_rows, has_tails = len(inputs.own) > 0, self._group_rows(inputs), inputs.tails.size > 0
         is_mixed = (has_own or group_rows > 0) and num_tiles > 0
         merged_rows = 0
         if group_rows or has_tails:
@@ -264,6 +265,15 @@ class CudaSteps:
             has_tails,
             merged_rows,
         )
+
+    def _group_rows(self, inputs: Inputs) -> int:
+        """Of a shared piece, at most: one of a few numbers. If `exact` always the same, whoever else is there."""
+        if not len(inputs.shared):
+            return 0
+        if self._backend.exact:
+            return self._backend.group_rows
+        most = int(inputs.shared[:, 1].max())
+        return next((size for size in _GROUPS if size >= most), 1 << (most - 1).bit_length())
 
     def _tile_room(self, rows: int, num_tiles: int = 1) -> int:
         """At least so many; a program without a tile costs little, but not nothing."""
@@ -350,7 +360,7 @@ class CudaSteps:
                 there.tails[:, : fed.tails.shape[1]] = fed.tails
         results = len(inputs.results)
         attention = Attention(
-            _pieces(len(inputs.own) > 0, _group_rows(inputs), there),
+            _pieces(len(inputs.own) > 0, self._group_rows(inputs), there),
             (there.tails, there.tail_counts) if inputs.tails.size else None,
             len(inputs.tokens) if len(inputs.shared) else 0,
             there.results,
@@ -384,14 +394,6 @@ def _pieces(has_own: bool, group_rows: int, there: Fields[Tensor]) -> Pieces | N
         return None
     own, shared = there.own.view(-1, FIELDS), there.shared.view(-1, FIELDS)
     return Pieces(own if has_own else None, shared if group_rows else None, there.counts, group_rows)
-
-
-def _group_rows(inputs: Inputs) -> int:
-    """Of a piece, at most: one of a few numbers."""
-    if not len(inputs.shared):
-        return 0
-    most = int(inputs.shared[:, 1].max())
-    return next((size for size in _GROUPS if size >= most), 1 << (most - 1).bit_length())
 
 
 def _copies_itself(kind: _Kind, num_copies: int = 0) -> bool:
