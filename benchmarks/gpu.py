@@ -1,6 +1,6 @@
 """The engine on a CUDA device, beside vLLM and what the memory's speed allows: one table.
 
-    python benchmarks/gpu.py [--shape qwen3-1.7b|llama-8b] [--only decode,first,beams,forks,agents,idle,profile] [--exact]
+    python benchmarks/gpu.py [--shape qwen3-1.7b|llama-8b] [--only decode,drawn,first,beams,forks,agents,idle,profile] [--exact]
 
 Weights are random and in bf16: how fast a step is does not depend on them. Each figure is the least of several rounds. The floor
 of a decode step is one read of the weights. vLLM runs first, in a process of its own, if it can be imported (`--no-vllm`: not).
@@ -58,6 +58,8 @@ SHAPES = {
 Figures = dict[str, float]
 BEAMS = "beams, 32 x 3 on a held state of 705"
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
+DRAWN = {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "ignore_eos": True}
+BATCHES = (1, 32, 128)
 
 
 class RandomWeights(Mapping[str, torch.Tensor]):
@@ -107,18 +109,27 @@ def timed(engine: Engine, *args: object, **options: object) -> float:
     return time.perf_counter() - began
 
 
-def decode(engine: Engine, prompt: Prompts) -> Figures:
+def step_name(batch: int, how: dict[str, Any]) -> str:
+    return f"decode step, batch {batch}{', drawn' if how is DRAWN else ''}"
+
+
+def decode(engine: Engine, prompt: Prompts, how: dict[str, Any] = GREEDY) -> Figures:
     found = {}
-    for batch in (1, 32, 128):
+    for batch in BATCHES:
         prompts = [prompt(64) for _ in range(batch)]
-        short, long = (SamplingParams(max_tokens=count, **GREEDY) for count in (32, 160))
+        short, long = (SamplingParams(max_tokens=count, **how) for count in (32, 160))
         timed(engine, prompts, long, detokenize=False)
 
         def run(params: SamplingParams, prompts=prompts) -> float:
             return least(lambda: timed(engine, prompts, params, detokenize=False), 5)
 
-        found[f"decode step, batch {batch}"] = (run(long) - run(short)) / 128 * 1e3
+        found[step_name(batch, how)] = (run(long) - run(short)) / 128 * 1e3
     return found
+
+
+def drawn(engine: Engine, prompt: Prompts) -> Figures:
+    """The same with a temperature, top-k and top-p."""
+    return decode(engine, prompt, DRAWN)
 
 
 def first(engine: Engine, prompt: Prompts) -> Figures:
@@ -207,7 +218,7 @@ def forks(engine: Engine, prompt: Prompts) -> Figures:
 def idle(engine: Engine, prompt: Prompts) -> Figures:
     """The share of decode steps in which the device has nothing to do: a gap of over 5 µs is a wait for the host."""
     found = {}
-    for batch in (1, 32, 128):
+    for batch in BATCHES:
         for each in [prompt(64) for _ in range(batch)]:
             engine.submit(each, SamplingParams(max_tokens=200, **GREEDY), detokenize=False)
         for _ in range(30):
@@ -320,7 +331,7 @@ def vllm_figures(shape: str, options: argparse.Namespace) -> Figures:
     if importlib.util.find_spec("vllm") is None or options.no_vllm:
         return {}
     found: Figures = {}
-    wanted = [part for part in options.only.split(",") if part in ("decode", "first", "beams", "agents")]
+    wanted = [part for part in options.only.split(",") if part in ("decode", "drawn", "first", "beams", "agents")]
     for parts in ([part for part in wanted if part != "agents"], [part for part in wanted if part == "agents"]):
         if not parts:
             continue
@@ -372,8 +383,8 @@ def as_vllm(shape: str, options: argparse.Namespace) -> None:
             enable_prefix_caching=True, max_logprobs=128, max_num_batched_tokens=4096, **pool,
         )  # fmt: skip
 
-    def run(prompts: list[list[int]], count: int) -> float:
-        params = Sampling(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False)
+    def run(prompts: list[list[int]], count: int, how: dict[str, Any] = GREEDY) -> float:
+        params = Sampling(max_tokens=count, detokenize=False, **how)
         began = time.perf_counter()
         llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
         return time.perf_counter() - began
@@ -387,12 +398,12 @@ def as_vllm(shape: str, options: argparse.Namespace) -> None:
             again = least(lambda known=known: run([[*known, *prompt(5)]], 1), 12)
             tell({f"first token, cold {length}": cold * 1e3, f"first token, known {length}": warm * 1e3})
             tell({f"first token, {length} continued by 5": again * 1e3})
-    if "decode" in parts:
-        for batch in (1, 32, 128):
+    for how in (each for part, each in (("decode", GREEDY), ("drawn", DRAWN)) if part in parts):
+        for batch in BATCHES:
             prompts = [prompt(64) for _ in range(batch)]
-            run(prompts, 160)
-            long, short = (least(lambda count=count: run(prompts, count), 5) for count in (160, 32))
-            tell({f"decode step, batch {batch}": (long - short) / 128 * 1e3})
+            run(prompts, 160, how)
+            long, short = (least(lambda count=count: run(prompts, count, how), 5) for count in (160, 32))
+            tell({step_name(batch, how): (long - short) / 128 * 1e3})
     if "beams" in parts:
         params = BeamSearchParams(beam_width=32, max_tokens=3, ignore_eos=True)
 
@@ -442,7 +453,15 @@ def vllm_agents(engine: Any, sampling: Any, workload: Workload, shape: str) -> f
     return statistics.mean(took)
 
 
-PARTS = {"decode": decode, "first": first, "beams": beams, "forks": forks, "idle": idle, "profile": profile}
+PARTS = {
+    "decode": decode,
+    "drawn": drawn,
+    "first": first,
+    "beams": beams,
+    "forks": forks,
+    "idle": idle,
+    "profile": profile,
+}
 
 
 def floors(spec: ModelSpec) -> Figures:
@@ -450,7 +469,7 @@ def floors(spec: ModelSpec) -> Figures:
     size = 2 * sum(torch.Size(each).numel() for name, each in tensor_shapes(spec).items() if name != "embed")
     size += 2 * spec.vocab_size * spec.hidden_size if spec.tie_embeddings else 0
     once = size / BYTES_PER_SECOND * 1e3
-    steps = [f"decode step, batch {batch}" for batch in (1, 32, 128)]
+    steps = [step_name(batch, how) for how in (GREEDY, DRAWN) for batch in BATCHES]
     firsts = [f"first token, {length} continued by 5" for length in (705, 2900)]
     return dict.fromkeys((*steps, *firsts), once) | {BEAMS: 3 * once}
 
@@ -473,7 +492,7 @@ def table(ours: Figures, theirs: Figures, least_there_is: Figures) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), action="append")
-    parser.add_argument("--only", default="decode,first,beams,forks")
+    parser.add_argument("--only", default="decode,drawn,first,beams,forks")
     parser.add_argument("--exact", action="store_true", help="batch-invariant")
     parser.add_argument("--jps", type=float, default=8.0, help="agents: jobs a second")
     parser.add_argument("--seconds", type=float, default=30.0, help="agents: for how long they come")

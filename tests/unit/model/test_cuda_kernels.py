@@ -10,6 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
+
 if torch.cuda.is_available():
     pytest.skip("where there is a device, tests/parity runs them there", allow_module_level=True)
 
@@ -378,10 +381,18 @@ class Again:
         return None
 
 
+def sorted_at_once(x, k):
+    """In place of `tl.topk`, whose every comparison is a call in the interpreter."""
+    count = getattr(k, "value", k)
+    largest = np.sort(x.handle.data)[::-1][:count].copy()
+    return tl.tensor(TensorHandle(largest, x.dtype), tl.block_type(x.dtype, [count]))
+
+
 @pytest.fixture
 def recording(monkeypatch):
-    """Steps are recorded as on a device; all that was. Logits are looked at in fewer parts: the interpreter takes its time."""
+    """Steps are recorded as on a device; all that was. What the kernels' own tests show takes less time here."""
     monkeypatch.setattr(choosing, "PARTS", 4)
+    monkeypatch.setattr(tl, "topk", sorted_at_once)
     made = []
 
     def capture(run, pool):
