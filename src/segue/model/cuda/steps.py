@@ -117,6 +117,7 @@ class CudaSteps:
         self.records = pin
         self._recorded: dict[_Kind, Recorded[Step]] = {}
         self._seen: set[_Kind] = set()
+        self._unrecordable: set[_Kind] = set()
         self._pool: Any = None
 
     @property
@@ -146,18 +147,18 @@ class CudaSteps:
     ) -> Step:
         num_candidates = 1 << (num_candidates - 1).bit_length() if num_candidates else 0  # so that kinds are few
         kind = self._kind(inputs, copies, needs_head=needs_head, num_candidates=num_candidates)
-        if kind is None or not self._is_due(kind):
-            if kind is not None:
-                self._seen.add(kind)
-            hidden = self._decoder.hidden(self._batch(inputs, copies, fed), self._kv)
-            if not num_candidates:
-                return Step(hidden)
-            return Step(hidden, best=choosing.best_tokens(self._decoder.raw_logits(hidden), num_candidates))
-        return self._replay(kind, inputs, copies, fed)
+        if kind is not None and self._is_due(kind) and (recorded := self._recording(kind)) is not None:
+            return self._replay(recorded, kind, inputs, copies, fed)
+        if kind is not None:
+            self._seen.add(kind)
+        hidden = self._decoder.hidden(self._batch(inputs, copies, fed), self._kv)
+        if not num_candidates:
+            return Step(hidden)
+        return Step(hidden, best=choosing.best_tokens(self._decoder.raw_logits(hidden), num_candidates))
 
     def launch(self, rows: Sequence[Row], copies: Sequence[Copy], after: Launched | None) -> Launched | None:
         """Begin a step that samples tokens from logits as they are; with `after`, those of the step before are its rows'. None if
-        these are too many."""
+        these are too many, or cannot be recorded."""
         if len(rows) > FEW_ROWS:
             return None
         inputs = self._inputs(rows)
@@ -165,13 +166,17 @@ class CudaSteps:
         assert kind is not None or after is None, "a token of each of a few sequences always fits"
         if kind is None or (after is None and not self._is_due(kind)):
             return None
+        if (recorded := self._recording(kind)) is None:
+            if after is not None:
+                raise torch.OutOfMemoryError("there is no memory to record a step that others are fed by")
+            return None
         sources = None
         if after is not None:
             places = {sequence: at for at, sequence in enumerate(after.sequences)}
             sources = np.zeros(len(inputs.tokens), np.int32)
             sources[inputs.samples] = [places[row.sequence_id] for row in rows]
         fed = Fed(after.tokens) if after is not None else None
-        step = self._replay(kind, inputs, copies, fed, sources)
+        step = self._replay(recorded, kind, inputs, copies, fed, sources)
         sampled = [row for row in rows if row.sampling is not None]
         tokens = self.tokens(step, sampled)
         self._turn ^= 1
@@ -212,6 +217,7 @@ class CudaSteps:
 
     def _replay(
         self,
+        recorded: Recorded[Step],
         kind: _Kind,
         inputs: Inputs,
         copies: Sequence[Copy],
@@ -219,7 +225,6 @@ class CudaSteps:
         sources: IntArray | None = None,
     ) -> Step:
         """`sources`: which of the tokens that it is fed is each row's, if they are not in its order."""
-        recorded = self._recorded.get(kind) or self._record(kind)
         buffers = self._buffers_for(kind.rows)
         buffers.fill(inputs, copies, kind.rows, sources)
         if copies and not _copies_itself(kind, len(copies)):
@@ -314,6 +319,17 @@ class CudaSteps:
             (),
             attention=attention,
         )
+
+    def _recording(self, kind: _Kind) -> Recorded[Step] | None:
+        """None if there is no memory for it: then such steps are launched call by call, now and later."""
+        if kind in self._unrecordable:
+            return None
+        try:
+            return self._recorded.get(kind) or self._record(kind)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            self._unrecordable.add(kind)
+            return None
 
     def _record(self, kind: _Kind) -> Recorded[Step]:
         """With nothing to do: what it writes goes to the null block."""
