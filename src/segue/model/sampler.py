@@ -14,6 +14,7 @@ from segue.base.types import SamplingParams
 from segue.engine import Row, Sampling, StepResult, TokenLogprobs
 
 _FIRST_CANDIDATES = 256
+_RUN = 64
 _LOW_64_BITS = 2**64 - 1
 
 Draw = Callable[[Tensor, Sequence[Row]], Tensor]
@@ -35,7 +36,7 @@ def sample(logits: Tensor, rows: Sequence[Row], draw: Draw | None = None) -> Ste
     tokens = logits.argmax(-1)
     drawn = [i for i, sampling in enumerate(samplings) if not sampling.params.greedy]
     if drawn:
-        tokens[drawn] = (draw or _draw)(logits[drawn], [rows[i] for i in drawn]).to(tokens.dtype)
+        tokens[drawn] = (draw or _draw)(_some(logits, drawn), [rows[i] for i in drawn]).to(tokens.dtype)
     chosen = tokens.tolist()
     if raw is None:
         return StepResult(chosen)
@@ -66,10 +67,28 @@ def is_plain(row: Row) -> bool:
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Where each row's largest numbers are, in order, of equal ones the first (`topk` takes any of them)."""
+    """Where each row's largest numbers are, in order, of equal ones the first (`topk` takes any of them). On a CPU they are
+    sought in runs: the n largest are in the n runs with the largest maxima, and a run's maximum is found many times faster than
+    a number's rank."""
+    length = values.shape[-1]
+    if values.device.type != "cpu" or length % _RUN or length < 2 * _RUN * count:
+        return _ranked(values).topk(count, dim=-1).indices
+    runs = values.reshape(len(values), -1, _RUN)
+    chosen = _ranked(runs.amax(-1)).topk(count, dim=-1).indices.sort(dim=-1).values
+    found = runs.gather(1, chosen[:, :, None].expand(-1, -1, _RUN)).reshape(len(values), -1)
+    at = _ranked(found).topk(count, dim=-1).indices
+    return chosen.gather(-1, at // _RUN) * _RUN + at % _RUN
+
+
+def _ranked(values: Tensor) -> Tensor:
+    """Whole numbers that have the order which is wanted: each is a number and its place."""
     bits = values.float().view(torch.int32)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
-    return (order - torch.arange(values.shape[-1], device=values.device)).topk(count, dim=-1).indices
+    return order - torch.arange(values.shape[-1], device=values.device)
+
+
+def _some(values: Tensor, places: Sequence[int]) -> Tensor:
+    return values if len(places) == len(values) else values[list(places)]
 
 
 def _sampling(row: Row) -> Sampling:
@@ -135,10 +154,10 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     for i, row in enumerate(rows):
         groups.setdefault(_num_candidates(_sampling(row).params, logits.shape[-1]), []).append(i)
     if unfiltered := groups.pop(0, None):
-        result[unfiltered] = _draw_unfiltered(logits[unfiltered], [rows[i] for i in unfiltered])
+        result[unfiltered] = _draw_unfiltered(_some(logits, unfiltered), [rows[i] for i in unfiltered])
     while groups:
         count, members = groups.popitem()
-        picked, enough = _draw_group(logits[members], [rows[i] for i in members], count)
+        picked, enough = _draw_group(_some(logits, members), [rows[i] for i in members], count)
         result[members] = picked
         if short := [i for i, ok in zip(members, enough, strict=True) if not ok]:
             groups.setdefault(min(count * 16, logits.shape[-1]), []).extend(short)

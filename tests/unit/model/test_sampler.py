@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from segue.base.types import SamplingParams
 from segue.engine import Row, Sampling
 from segue.model import sampler
-from segue.model.sampler import sample, uniforms
+from segue.model.sampler import largest, sample, uniforms
 
 VOCAB = 40
 
@@ -144,6 +144,17 @@ def test_logprobs_are_the_models_own():
     assert [token for token, _ in got.top] == ids.tolist()
     assert torch.allclose(torch.tensor([value for _, value in got.top]), values)
     assert (got.chosen, got.rank) == (pytest.approx(float(wanted[result.tokens[0]])), 2)
+
+
+@given(st.integers(0, 999), st.sampled_from([64, 640, 700, 6400]), st.integers(1, 60), st.booleans())
+@settings(max_examples=60)
+def test_the_largest_come_in_order_and_of_equal_ones_the_first(seed, length, count, is_round):
+    values = torch.randn(3, length, generator=torch.Generator().manual_seed(seed)) * 3
+    values = values.round() + 0.0 if is_round else values  # a zero with a sign is below one without
+    values[1] = -torch.inf
+    values[1, length // 2] = 1.0
+    count = min(count, length)
+    assert torch.equal(largest(values, count), values.sort(dim=-1, descending=True, stable=True).indices[:, :count])
 
 
 def test_uniform_numbers_are_uniform_and_apart():
