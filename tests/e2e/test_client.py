@@ -1,6 +1,8 @@
 """Our own client against real servers: every verb, and a request that moves from one server to another."""
 
 import json
+import socket
+import time
 
 import pytest
 
@@ -93,6 +95,26 @@ def test_a_move_that_fails_leaves_the_request_where_it_is(clients, servers):
         assert servers[0].request("POST", f"{path}/abort", raw=b"")[0] == 400  # not without the salt
         assert servers[0].request("POST", f"{path}/abort?cache_salt=mine", raw=b"")[0] == 200
         assert text_of(response.iter_lines()) == expected
+
+
+def test_a_request_whose_importer_leaves_ends(clients, servers):
+    """Whether it goes before the request has arrived in the engine, or right after."""
+    source, _ = clients
+    with source._http.stream("POST", "/v1/completions", json={"prompt": "Once", "stream": True, **LONG}) as response:
+        request_id = response.headers["x-request-id"]
+        data = source._http.post(f"/v1/requests/{request_id}/export").content
+        head = (
+            f"POST /v1/requests/import?stream=true&hold_seconds=900 HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}"
+        )
+        for pause in (0.0, 0.0, 0.002, 0.01):
+            with socket.create_connection(("127.0.0.1", int(servers[1].url.rsplit(":", 1)[1]))) as leaving:
+                leaving.sendall(head.encode() + b"\r\n\r\n" + data)
+                time.sleep(pause)
+        with socket.create_connection(("127.0.0.1", int(servers[1].url.rsplit(":", 1)[1]))) as leaving:
+            leaving.sendall(head.encode() + b"\r\n\r\n" + data[: len(data) // 2])
+        source._http.post(f"/v1/requests/{request_id}/export/abort")
+        servers[1].wait_until(lambda: servers[1].metric("num_requests_running") == 0, seconds=3)
+        assert not any(state["num_held"] for state in servers[1].get("/v1/states")[2]["data"])
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", b"\x89SGU\r\n\x1a\n" + b"\0" * 100])

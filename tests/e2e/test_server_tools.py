@@ -12,7 +12,7 @@ import openai
 import pytest
 import uvicorn
 
-from segue.base.errors import UnknownState
+from segue.base.errors import EngineClosed, UnknownState
 from segue.model.chat import ChatTemplate
 from segue.model.loading import open_model
 from segue.server.app import create_app
@@ -46,7 +46,7 @@ class Script:
     def __init__(self):
         self.ready = Ready("a script", "no memory", 16, 100, 8192, 8)
         self.failure, self.num_restarts = None, 0
-        self.answer, self.prompts = "", []
+        self.answer, self.prompts, self.dies = "", [], False
 
     async def start(self):
         return self.ready
@@ -61,6 +61,9 @@ class Script:
         data = self.answer.encode()
         for start in range(0, len(data), 3):
             answering.put(Part(call.request_id, 0, list(data[start : start + 3]), "", []))
+        if self.dies:
+            answering.fail(EngineClosed("it is gone"))
+            return answering
         info = StateInfo(call.request_id, 9, 8, 0, None, None, False)
         answering.put(Part(call.request_id, 0, [259], "", [], "stop", (0, 0, 0, len(call.tokens)), info))
         return answering
@@ -174,3 +177,28 @@ def test_responses_call_functions_too(client, script):
     assert [item.type for item in finished.output] == ["function_call", "message"]
     done = {event.output_index: event.item.id for event in events if event.type == "response.output_item.done"}
     assert [done[0], done[1]] == [item.id for item in finished.output]
+
+
+def test_a_developer_is_the_system_to_a_template_that_knows_no_other(client, script):
+    script.answer = "Yes."
+    client.chat.completions.create(model="tiny", messages=[{"role": "developer", "content": "Be brief."}, *ASKED])
+    assert script.prompts[-1].startswith("system\nBe brief.\n")
+
+
+def test_instructions_are_those_of_the_response_they_came_with(client, script):
+    script.answer = "Aye."
+    first = client.responses.create(model="tiny", input="Hello", instructions="Be a pirate.")
+    assert script.prompts[-1] == "system\nBe a pirate.\nuser\nHello\nassistant\n"
+    options = {"model": "tiny", "input": "Again", "previous_response_id": first.id}
+    client.responses.create(**options, instructions="Be a monk.")
+    assert script.prompts[-1].endswith("monk.\nuser\nHello\nassistant\nAye.\nuser\nAgain\nassistant\n")
+    client.responses.create(**options)
+    assert "pirate" not in script.prompts[-1] and "Aye." in script.prompts[-1]
+
+
+def test_a_response_that_breaks_off_says_so_as_an_error_event(client, script, monkeypatch):
+    script.answer = "Let me"
+    monkeypatch.setattr(script, "dies", True)
+    events = list(client.responses.create(model="tiny", input="Hello", stream=True))
+    assert (events[-1].type, events[-1].message) == ("error", "it is gone")
+    assert not any(event.type == "response.completed" for event in events)

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from segue.base.errors import ForgottenState, InvalidRequest, SegueError, UnknownState
+from segue.base.errors import ForgottenState, InvalidRequest, SegueError, StateError
 from segue.base.types import SamplingParams
 from segue.model.tokenized_text import common_prefix
 from segue.server.failures import error_json
@@ -81,15 +81,17 @@ async def make_turn(
     tools: Sequence[Mapping[str, Any]] | None,
     options: Mapping[str, Any],
     params: SamplingParams,
+    instructions: str | None = None,
 ) -> Turn:
-    """New messages, after those of the parent if there is one.
+    """New messages, after those of the parent if there is one. `instructions` stand before all of them, in this turn alone.
 
     The whole conversation is templated and tokenised anew, and as much of the parent's state is kept as the two have in
     common: a template may write an answer otherwise than it was sampled.
     """
     before = await _conversation(service, gate.tenant.salt(fields.cache_salt), parent_id)
     messages = [*(before.messages if before is not None else ()), *added]
-    tokens = array("i", await service.encode_chat(messages, tools, options))
+    first = [{"role": "system", "content": instructions}] if instructions is not None else []
+    tokens = array("i", await service.encode_chat([*first, *messages], tools, options))
     if not tokens:
         raise InvalidRequest("messages", "the model's chat template makes nothing of them")
     alone = service.call(gate, fields, answer_id, tokens, params=params)
@@ -105,6 +107,8 @@ async def _conversation(service: Service, salt: str, parent_id: str | None) -> C
     if parent_id is None:
         return None
     found = service.conversations.get(parent_id, salt)
+    if found is None and service.engine.is_under_way(parent_id, salt):
+        raise StateError(f"{parent_id!r} is still being answered: go on from it with a suffix, or when it has ended")
     if found is None:
         await service.engine.ask("state", state_id=parent_id, salt=salt)  # 404 or 410, if it is not there at all
         raise ForgottenState(f"what was said before {parent_id!r} is not known here: send all of it, or a suffix")
@@ -113,12 +117,8 @@ async def _conversation(service: Service, salt: str, parent_id: str | None) -> C
 
 async def run_turn(service: Service, gate: Gate, turn: Turn) -> Generation:
     """If the engine has forgotten the parent, its conversation is computed again."""
-    try:
-        return await service.run(gate, [turn.call], show_special=turn.has_tools)
-    except (UnknownState, ForgottenState):
-        if turn.alone is None:
-            raise
-        return await service.run(gate, [turn.alone], show_special=turn.has_tools)
+    show_special = turn.has_tools and format_of(service.model.chat_template.source or "") is not None
+    return await service.run(gate, [turn.call], show_special=show_special, alone=turn.alone)
 
 
 def remember(service: Service, turn: Turn, generation: Generation, choice: int, answer: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from segue.base.errors import SegueError
 from segue.base.types import FinishReason
+from segue.engine.text import AnswerText
 from segue.model.tokenizer import TextStream, Tokenizer
 from segue.server.messages import FoundBeam, Part, StateInfo
 from segue.server.metrics import Metrics
@@ -52,13 +53,18 @@ class Usage:
 
 @dataclass(slots=True)
 class _Choice:
-    """`stream` is None where the engine made the text, because it looked for stop strings in it."""
+    """`stream` is None where the engine made the text, because it looked for stop strings in it; but not with special tokens in
+    it, as `shown` has it."""
 
     stream: TextStream | None
     hide_stop: bool
     tokens: list[int] = field(default_factory=list)
+    shown: AnswerText | None = None
+    ending: frozenset[int] = frozenset()  # tokens that may end it by being themselves
 
     def text_of(self, part: Part) -> str:
+        if self.shown is not None:
+            return self._shown_text(self.shown, part)
         if self.stream is None:
             return part.text
         tokens = part.tokens
@@ -67,6 +73,13 @@ class _Choice:
         text = self.stream.push(tokens)
         is_over = part.finish not in (None, FinishReason.MOVED)  # where a request went, its last character is completed
         return text + self.stream.flush() if is_over else text
+
+    def _shown_text(self, shown: AnswerText, part: Part) -> str:
+        tokens = part.tokens
+        if part.finish == FinishReason.STOP and self.hide_stop and tokens and tokens[-1] in self.ending:
+            tokens = tokens[:-1]
+        text = "".join("" if shown.stopped else shown.push(token) for token in tokens)
+        return text + shown.flush() if part.finish is not None else text
 
 
 class Generation:
@@ -80,10 +93,12 @@ class Generation:
         metrics: Metrics,
         tenant: str,
         span: Span,
+        resources: ExitStack,
         *,
         show_special: bool = False,
     ) -> None:
-        """`show_special`: the text has special tokens in it, because some models write tool calls with them."""
+        """`resources` are closed with it. `show_special`: the text has special tokens in it, because some models write tool
+        calls with them."""
         self.calls = calls
         self.usage = Usage()
         self.states: dict[int, StateInfo] = {}
@@ -99,30 +114,26 @@ class Generation:
         for call in calls:
             self._offsets[call.request_id] = len(self._choices)
             for _ in range(call.num_choices):
-                stream = (
-                    None
-                    if call.params.stop or call.imported or call.thinks
-                    else tokenizer.answer_stream(skip_special=not show_special)
-                )
-                self._choices.append(_Choice(stream, not call.params.include_stop))
-        self._closing = ExitStack()
+                self._choices.append(_choice(call, tokenizer, show_special=show_special))
+        self._closing = resources
+        self._is_open = True
         self._answering: Answering | None = None
         self._began = time.monotonic()
         self._last_token_at: float | None = None
         self._first: list[Part] = []
         self._outcome = "aborted"
 
-    async def start(self, submit: Callable[[Sequence[Call]], Answering], resources: ExitStack) -> None:
-        """Returns when the first part is there, so that a refusal can still become a status."""
-        self._closing = resources
-        try:
-            self._answering = submit(self.calls)
-            self._first = await self._answering.next()
-        except BaseException as error:
-            if isinstance(error, SegueError):
-                self._outcome = "refused" if error.status < 500 else "failed"
-            self.close()
-            raise
+    async def start(self, submit: Callable[[Sequence[Call]], Answering], calls: Sequence[Call]) -> None:
+        """Returns when the first part is there, so that a refusal can still become a status; or so that others with the same ids
+        can be tried instead of `calls`."""
+        self._answering = submit(calls)
+        self._first = await self._answering.next()
+
+    def fail(self, error: BaseException) -> None:
+        """It could not be started."""
+        if isinstance(error, SegueError):
+            self._outcome = "refused" if error.status < 500 else "failed"
+        self.close()
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """As they come, those that came together together."""
@@ -145,11 +156,13 @@ class Generation:
         return self._choices[choice].tokens
 
     def close(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
         if self._answering is not None:
             self._answering.close()
-            self._answering = None
-            self._metrics.request_ended(self._tenant, self._outcome, time.monotonic() - self._began, self.usage)
-            self._span.end(self.usage, self._outcome)
+        self._metrics.request_ended(self._tenant, self._outcome, time.monotonic() - self._began, self.usage)
+        self._span.end(self.usage, self._outcome)
         self._closing.close()
 
     def _pieces(self, part: Part) -> list[Piece]:
@@ -203,6 +216,17 @@ class Generation:
             count = sum(len(part.tokens) for part in parts) or 1
             self._metrics.inter_token((now - self._last_token_at) * len(self._choices) / count, count)
         self._last_token_at = now
+
+
+def _choice(call: Call, tokenizer: Tokenizer, *, show_special: bool) -> _Choice:
+    params = call.params
+    if call.imported or call.thinks or (params.stop and not show_special):
+        return _Choice(None, not params.include_stop)
+    stream = tokenizer.answer_stream(skip_special=not show_special)
+    if not params.stop:
+        return _Choice(stream, not params.include_stop)
+    shown = AnswerText(stream, params.stop, params.include_stop, params.min_tokens)
+    return _Choice(None, not params.include_stop, shown=shown, ending=tokenizer.special_ids | {*params.stop_token_ids})
 
 
 def state_json(piece: Piece) -> dict[str, Any] | None:

@@ -145,7 +145,8 @@ class Metrics:
         self._histograms["inter_token_latency_seconds"].add(seconds, count)
 
     def request_ended(self, tenant: str, outcome: str, seconds: float, usage: Usage) -> None:
-        self._histograms["e2e_request_latency_seconds"].add(seconds)
+        if outcome == "finished":
+            self._histograms["e2e_request_latency_seconds"].add(seconds)
         self._counters["requests"].labels(tenant, outcome).inc()
         tokens = self._counters["tenant_tokens"]
         tokens.labels(tenant, "prompt").inc(usage.prompt_tokens)

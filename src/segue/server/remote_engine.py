@@ -95,6 +95,7 @@ class Answering:
     def __init__(self, engine: RemoteEngine, calls: Sequence[Call]) -> None:
         self._engine = engine
         self._open = {call.request_id: call.params.n for call in calls}  # answers that are still to end
+        self.salts = {call.request_id: call.salt for call in calls}
         self._parts: list[Part] = []
         self._error: SegueError | None = None
         self._news = asyncio.Event()
@@ -212,6 +213,14 @@ class RemoteEngine:
     def abort(self, request_id: str) -> None:
         if self._answering.pop(request_id, None) is not None:
             self._send(Abort(request_id))
+
+    def abort_arrived(self, request_id: str) -> None:
+        """Of a request that came in another way, perhaps only after nobody waited for it any more."""
+        self._send(Abort(request_id))
+
+    def is_under_way(self, request_id: str, salt: str) -> bool:
+        answering = self._answering.get(request_id)
+        return answering is not None and answering.salts.get(request_id) == salt
 
     def forget(self, request_id: str) -> None:
         """Its last part has come."""

@@ -10,7 +10,7 @@ from fastapi import Request, Response
 from segue.server.generation import Generation
 from segue.server.sse import EventStream, JsonResponse, unless_disconnected
 
-_CLIENT_LEFT = 499  # nobody hears it; it is for the log
+CLIENT_LEFT = 499  # nobody hears it; it is for the log
 
 
 class Format(Protocol):
@@ -25,7 +25,7 @@ async def reply(
     """`run` ends with the first token, so that whatever refuses the request becomes a status."""
     generation = await unless_disconnected(request, run)
     if generation is None:
-        return Response(status_code=_CLIENT_LEFT)
+        return Response(status_code=CLIENT_LEFT)
     headers = {"x-request-id": answer_id}
     if stream:
         return EventStream(format.events(generation), generation.close, headers)
@@ -33,4 +33,4 @@ async def reply(
         whole = await unless_disconnected(request, format.whole(generation))
     finally:
         generation.close()
-    return Response(status_code=_CLIENT_LEFT) if whole is None else JsonResponse(whole, headers=headers)
+    return Response(status_code=CLIENT_LEFT) if whole is None else JsonResponse(whole, headers=headers)

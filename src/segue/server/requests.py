@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
+from starlette.requests import ClientDisconnect
 
 from segue.base.errors import InvalidRequest, SegueError
 from segue.base.types import SamplingParams
@@ -23,7 +24,7 @@ from segue.server.completions import Format
 from segue.server.fields import CompletionBody
 from segue.server.generation import Generation
 from segue.server.remote_engine import Answering, Call
-from segue.server.reply import reply
+from segue.server.reply import CLIENT_LEFT, reply
 from segue.server.scope import QueriedSalt
 from segue.server.service import Service, new_id
 from segue.server.sse import ByteStream, JsonResponse
@@ -97,7 +98,10 @@ def requests(service: Service) -> APIRouter:
         answer_id = new_id("cmpl")
         with tempfile.TemporaryDirectory(prefix="segue-import-") as folder:
             path = Path(folder, "request.segue")
-            await _receive(request, path)
+            try:
+                await _receive(request, path)
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_LEFT)
             call = Call(answer_id, [], SamplingParams(), salt, hold=hold_seconds or False, imported=True)
             format = Format(service, CompletionBody.model_validate({"prompt": "-"}), answer_id, [""])
             running = _run(service, request.state.gate, call, path)
@@ -158,11 +162,18 @@ async def _run(service: Service, gate: Gate, call: Call, path: Path) -> Generati
         arriving.append(asyncio.ensure_future(arrive(answering)))
         return answering
 
+    generation: Generation | None = None
     try:
-        return await service.run(gate, [call], submit=submit)
-    finally:
+        generation = await service.run(gate, [call], submit=submit)
+        await asyncio.wait(arriving)  # the file is needed until then
+        return generation
+    except BaseException:  # also: the client left
+        if generation is not None:
+            generation.close()
         if arriving:
-            await asyncio.wait(arriving)  # the file is needed until then
+            await asyncio.wait(arriving)
+            service.engine.abort_arrived(call.request_id)
+        raise
 
 
 def _args(error: SegueError, path: Path) -> tuple[str, ...]:

@@ -111,8 +111,6 @@ def _unknown(response_id: str) -> UnknownState:
 
 async def _turn(service: Service, gate: Gate, body: ResponsesBody, answer_id: str) -> Turn:
     added: list[Mapping[str, Any]] = []
-    if body.instructions is not None:
-        added.append({"role": "system", "content": body.instructions})
     items: list[Item] = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     for item in items:
         _add_message(added, item)
@@ -128,8 +126,9 @@ async def _turn(service: Service, gate: Gate, body: ResponsesBody, answer_id: st
         max_tokens=body.max_output_tokens,
     )
     return await make_turn(
-        service, gate, body, answer_id, added, body.previous_response_id, tools=tools, options={}, params=params
-    )
+        service, gate, body, answer_id, added, body.previous_response_id,
+        tools=tools, options={}, params=params, instructions=body.instructions,
+    )  # fmt: skip
 
 
 def _add_message(messages: list[Mapping[str, Any]], item: Item) -> None:
@@ -218,7 +217,8 @@ class _Format:
             finished = self._finish(generation)
             yield self._event(f"response.{finished['status']}", response=finished)
         except SegueError as error:
-            yield self._event("error", **error_json(error)["error"])
+            told = error_json(error)["error"]
+            yield self._event("error", **{name: told[name] for name in ("message", "code", "param")})
         finally:
             generation.close()
 

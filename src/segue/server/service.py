@@ -92,10 +92,11 @@ class Service:
         *,
         show_special: bool = False,
         submit: Callable[[Sequence[Call]], Answering] | None = None,
-        restore: bool = True,
+        alone: Call | None = None,
     ) -> Generation:
         """Begin to generate; returns once there is a first token, or raises what refused it. A parent that the engine does
-        not know, because it was restarted perhaps, is brought back if it was saved."""
+        not know, because it was restarted perhaps, is brought back if it was saved; if not, `alone`, which needs none, takes the
+        call's place. However often it is tried, it is one request."""
         span = current_span()
         span.start(self.name, gate.tenant.name)
         resources = ExitStack()
@@ -115,17 +116,38 @@ class Service:
             self.num_sequences += count
             resources.callback(self._leave, count)
             tokenizer, tenant = self.model.tokenizer, gate.tenant.name
-            generation = Generation(calls, tokenizer, self.metrics, tenant, span, show_special=show_special)
+            generation = Generation(calls, tokenizer, self.metrics, tenant, span, resources, show_special=show_special)
         except BaseException:
             resources.close()
             raise
         try:
-            await generation.start(submit or self.engine.submit, resources)
-        except (UnknownState, ForgottenState):
-            if not restore or not await self._restore(gate, calls):
-                raise
-            return await self.run(gate, calls, show_special=show_special, restore=False)
+            await self._start(generation, gate, calls, submit or self.engine.submit, alone)
+        except BaseException as error:
+            generation.fail(error)
+            raise
         return generation
+
+    async def _start(
+        self,
+        generation: Generation,
+        gate: Gate,
+        calls: Sequence[Call],
+        submit: Callable[[Sequence[Call]], Answering],
+        alone: Call | None,
+    ) -> None:
+        try:
+            return await generation.start(submit, calls)
+        except (UnknownState, ForgottenState):
+            is_back = await self._restore(gate, calls)
+            if not is_back and alone is None:
+                raise
+        try:
+            if is_back or alone is None:
+                return await generation.start(submit, calls)
+        except (UnknownState, ForgottenState):
+            if alone is None:
+                raise
+        return await generation.start(submit, [alone])
 
     async def _restore(self, gate: Gate, calls: Sequence[Call]) -> bool:
         [parent, salt] = calls[0].parent, calls[0].salt
@@ -178,7 +200,10 @@ class Service:
         for name in options:
             if name in ("messages", "tools", "add_generation_prompt", "self"):
                 raise InvalidRequest("chat_template_kwargs", f"{name} is not an option of the template")
-        text = self.model.chat_template.render(messages, tools=tools, **options)
+        template = self.model.chat_template
+        if "developer" not in (template.source or ""):  # the newer name of what it calls the system
+            messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
+        text = template.render(messages, tools=tools, **options)
         return await self.encode(text, add_special=False)
 
     def token_text(self, token: int) -> str:

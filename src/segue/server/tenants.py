@@ -53,7 +53,7 @@ class Gate:
         self._now = now
         rate = tenant.requests_per_minute
         self._per_second = None if rate is None else rate / 60
-        self._capacity = max(1.0, (self._per_second or 0) * 10)
+        self._capacity = max(1.0, (self._per_second or 0) * 10) if rate != 0 else 0.0
         self._tokens = self._capacity
         self._filled_at = now()
 
@@ -61,6 +61,8 @@ class Gate:
     def entry(self, count: int = 1) -> Iterator[None]:
         """For as long as `count` requests take."""
         most = self.tenant.max_concurrent
+        if most is not None and 0 < most < count:
+            raise InvalidRequest("prompt", f"{count} at once: this key may have at most {most} requests at a time")
         if most is not None and self.num_running + count > most:
             raise TooMany(f"{self.num_running} of at most {most} requests at a time are running", 1)
         self._take(count)
@@ -73,6 +75,11 @@ class Gate:
     def _take(self, count: int) -> None:
         if self._per_second is None:
             return
+        if 0 < self._capacity < count:
+            raise InvalidRequest(
+                "prompt",
+                f"{count} at once: this key may have at most {int(self._capacity)} requests at once by its rate",
+            )
         now = self._now()
         self._tokens = min(self._capacity, self._tokens + (now - self._filled_at) * self._per_second)
         self._filled_at = now
@@ -119,7 +126,12 @@ def read_tenants(file: Path | None, keys: Sequence[str]) -> Tenants:
     for number, key in enumerate(keys, 1):
         if len(key) < 8:
             raise InvalidRequest("keys", "an API key has at least 8 characters")
-        found.setdefault(key, Tenant(f"key-{number}"))
+        name = f"key-{number}"
+        if key not in found and name in {known.name for known in found.values()}:
+            raise InvalidRequest(
+                "keys", f"{name!r} is the name of a tenant in the file, and of key {number}, which has none"
+            )
+        found.setdefault(key, Tenant(name))
     return Tenants(found)
 
 
