@@ -202,3 +202,13 @@ def test_a_response_that_breaks_off_says_so_as_an_error_event(client, script, mo
     events = list(client.responses.create(model="tiny", input="Hello", stream=True))
     assert (events[-1].type, events[-1].message) == ("error", "it is gone")
     assert not any(event.type == "response.completed" for event in events)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tools", [WEATHER]), ("tool_choice", "none"), ("chat_template_kwargs", {"a": 1})]
+)
+def test_what_is_for_the_template_is_refused_beside_a_suffix(client, name, value):
+    body = {"continuation_of": "some", "continuation_suffix": "Go on.", name: value}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post("/chat/completions", body=body, cast_to=object)
+    assert refused.value.param == name

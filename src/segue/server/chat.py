@@ -59,6 +59,11 @@ async def _turn(service: Service, gate: Gate, body: ChatBody, answer_id: str) ->
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     params = body.params(wanted, (body.top_logprobs or 0) if body.logprobs else None)
     if body.messages is None:
+        for name in ("tools", "tool_choice", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise InvalidRequest(
+                    name, "is for the chat template, which a suffix does not pass through: send messages"
+                )
         suffix = await service.suffix_tokens(body)
         parent = {"parent": body.continuation_of, "at": body.fork_at}
         return Turn(service.call(gate, body, answer_id, suffix, params=params, **parent), None, None)
