@@ -24,10 +24,23 @@ class Scope:
     adapter: str = ""
     model: str = ""
 
+    def __post_init__(self) -> None:
+        for name, text in (("salt", self.salt), ("adapter", self.adapter)):
+            if not text.isascii() and not _is_text(text):
+                raise InvalidRequest(name, "has half a surrogate pair in it, which is no text")
+
     @property
     def tenant(self) -> str:
         """Whose it is: the salt up to a null character. A tenant may have several salts; quotas count them together."""
         return self.salt.partition("\0")[0]
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class FinishReason(StrEnum):

@@ -67,7 +67,7 @@ def longest_answer(search: Search | None, config: EngineConfig) -> int:
     search's prefix does, to its end."""
     if search is None or not search.thinks:
         return config.max_sequence_len
-    rest = len(search.suffix)
+    rest = search.num_after
     return min(config.max_model_len - rest - search.max_tokens, config.kv_tokens - rest - search.num_slots)
 
 
@@ -81,7 +81,7 @@ def _check_search(num_prompt: int, params: SamplingParams, search: Search, confi
             f"{config.max_running} of them for other requests",
         )
     thought = (params.max_tokens or 1) if search.thinks else 0
-    prefix = num_prompt + thought + len(search.suffix)
+    prefix = num_prompt + thought + search.num_after
     if prefix + search.max_tokens > config.max_model_len:
         raise RequestTooLong(
             "max_tokens",

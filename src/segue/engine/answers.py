@@ -29,7 +29,7 @@ class Active:
     texts: list[AnswerText | None]
     unfinished: int  # answers whose last delta is still to come
     export: Export | None = None
-    found: list[list[Beam]] = field(default_factory=list)  # by the searches that have ended
+    found: dict[int, list[Beam]] = field(default_factory=dict)  # by answers whose search has ended
 
 
 class Answers:
@@ -104,7 +104,7 @@ class Answers:
                 active.result.first_token_at = now
                 active.result.set_prompt(active.turn.prompt, active.turn.num_prompt)
             assert sequence.search is not None
-            active.found.append(sequence.search.found)
+            active.found[sequence.index] = sequence.search.found
             is_last = len(active.found) == len(active.result.completions)
             beams = self._merged(active) if is_last else None
             reason = sequence.finish_reason if thought is None else thought.reason
@@ -130,7 +130,8 @@ class Answers:
         search = active.turn.search
         assert search is not None
         count = search.params.n or search.params.width
-        best = merged(active.found, search.params.merge, len(active.found), count)
+        found = [lines for _, lines in sorted(active.found.items())]  # whichever ended first
+        best = merged(found, search.params.merge, len(found), count)
         if (constraint := search.constraint) is not None:
             best = [beam._replace(items=constraint.names(len(beam.token_ids), beam.node), node=0) for beam in best]
         if self._tokenizer is not None and active.turn.detokenize:

@@ -59,6 +59,11 @@ class Search:
     rest: array[int] | None = None  # what follows instead a thought that ended in a stop string
 
     @property
+    def num_after(self) -> int:
+        """Tokens that follow a thought, at most."""
+        return max(len(self.suffix), len(self.rest or ()))
+
+    @property
     def num_slots(self) -> int:
         """Of KV that it takes besides the prefix, at most: what the last step adds is not fed."""
         return self.params.width * (self.max_tokens - 1)

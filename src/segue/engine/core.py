@@ -57,7 +57,9 @@ class EngineCore(EngineLoop):
         check_terms(hold, value)
         check_id("state_id", state_id)
         chosen_id = new_state_id() if state_id is None else state_id
-        self._turns.check_free(chosen_id, parent.scope.salt if isinstance(parent, State) else salt)
+        if isinstance(parent, State):
+            salt = parent.scope.salt  # a state object speaks for its own scope
+        self._turns.check_free(chosen_id, salt)
         terms = as_hold(hold, value)
         sequence = self._turns.unfinished(parent, salt) if isinstance(parent, str) else None
         if sequence is None:

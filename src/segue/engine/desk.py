@@ -65,11 +65,15 @@ class StateDesk:
     def hold(self, state: State, hold: Hold) -> None:
         """Keep what KV there is from now on, on these terms: what its lease has, or what the prefix cache still has."""
         lease, terms = state.lease, self.terms(hold)
-        if lease is not None and state.num_held and (lease.num_heirs or state.num_held == state.num_computed):
+        is_pinned = lease is not None and self._scheduler.jobs.is_pin(
+            lease
+        )  # then the policy would end it when it sees fit
+        is_whole = lease is not None and (lease.num_heirs or state.num_held == state.num_computed)
+        if lease is not None and state.num_held and is_whole and not is_pinned:
             self._kv.leases.renew(lease, **terms)
             return
         state.lease = self.grasp(state, state.num_tokens, job=state.job, **terms)
-        if lease is not None:
+        if lease is not None and not (is_pinned and lease.num_heirs):
             self._kv.leases.end(lease)
 
     def release(self, state: State) -> None:

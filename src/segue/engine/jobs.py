@@ -187,6 +187,10 @@ class JobDesk:
 
     # Pins
 
+    def is_pin(self, lease: Lease) -> bool:
+        pin = self._by_lease.get(lease.id)
+        return pin is not None and pin.lease is lease
+
     def pressure(self) -> Pressure:
         kv = self._kv
         num_waiting, num_running = self._load()
@@ -236,7 +240,7 @@ class JobDesk:
 
     def _plan_review(self, pin: Pin, now: float) -> None:
         disposition = pin.disposition
-        if disposition.review_seconds is not None and disposition.review_seconds < disposition.keep_seconds:
+        if disposition.review_seconds is not None and 0 < disposition.review_seconds < disposition.keep_seconds:
             self._count += 1
             heapq.heappush(self._reviews, (now + disposition.review_seconds, self._count, pin))
 

@@ -133,7 +133,7 @@ class Scheduler:
         assert self._can_finish is not None
         if any(row.sampling is not None for row in rows.values()):
             return 0
-        room, added = min(self.config.max_step_tokens, _MOST_BEAMS), 0
+        room, added, num_let = min(self.config.max_step_tokens, _MOST_BEAMS), 0, 0
         for sequence_id, row in list(rows.items()):
             sequence, step = self._running[sequence_id], row.search
             search, table = sequence.search, sequence.table
@@ -144,12 +144,13 @@ class Scheduler:
             if not 1 < passes <= _MOST_PASSES or not search.is_straight or not self._can_finish(step, passes):
                 continue
             upto = row.stop + (passes - 1) * width
-            if width > room and added:
+            if width > room and num_let:
                 added -= row.stop - row.start
                 del rows[sequence_id]
             elif self.kv.extend(table, row.stop, upto, self._now, self._policy.growth_bid) is not None:
                 rows[sequence_id] = row._replace(search=step._replace(passes=passes))
                 room -= width
+                num_let += 1
                 added += upto - row.stop
         return added
 
@@ -233,7 +234,11 @@ class Scheduler:
                 if stop - start > 1:
                     stop = min(stop, start + max(budget - behind - beams_behind, 1))
             while (reservation := extend(table, start, stop, now, bid if len(running) > 1 else inf)) is None:
-                if not self._preempt_for(sequence, rows, copies):
+                if (
+                    len(running) == 1 and not self._loading
+                ):  # nobody else can give way, and it would come back to the same
+                    reservation = extend(table, start, stop, now, takes_shares=True)
+                if reservation is not None or not self._preempt_for(sequence, rows, copies):
                     break
             if reservation is None:
                 continue
@@ -649,6 +654,7 @@ class Scheduler:
         """Let a parked sequence go on here, from as much of its KV as is left."""
         turn = sequence.turn
         if state.lease is not None:
+            self._settle_expected(turn)  # what it waited to go on from before is not what it goes on from now
             turn.parent, turn.num_shared, turn.consume = state, state.num_tokens, True
         self._expect(turn)
         self._wait(sequence)

@@ -69,6 +69,7 @@ class TurnMaker:
 
     def check_free(self, name: str, salt: str, num_answers: int = 1) -> None:
         """A new request or state of this tenant may have this id, and its answers' states theirs."""
+        self._scheduler.expire(self._clock.now())  # an engine that was idle has not looked
         for wanted in answer_names(name, num_answers):
             if self._is_taken(wanted):
                 raise InvalidRequest("request_id", f"{wanted!r} is in use: a request with this id has not ended")

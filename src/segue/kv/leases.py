@@ -247,36 +247,41 @@ class Leases:
         """When to look again: never later than the next lease's end."""
         return self._expiries[0][0] if self._expiries else None
 
-    def reclaim(self, num_free: int, now: float, tenant: str = "", below: float = inf) -> bool:
+    def reclaim(
+        self, num_free: int, now: float, tenant: str = "", below: float = inf, *, takes_shares: bool = False
+    ) -> bool:
         """Shrink leases of a value `below` this (all of them, if that is infinite), each from its tail, until `num_free` blocks
         are free for work of `tenant`. False, and nothing but what expired is taken, when the leases it may take from could not
-        give that much."""
+        give that much. `takes_shares`: also what other tenants hold within their shares, for work that is more than the longest
+        request, and that nothing else can help."""
         if self._pool.num_free >= num_free:
             return True
         self.expire(now)
         wanted = num_free - self._pool.num_free
-        if not self._leases or self._is_refused(tenant, wanted, below):
+        if not self._leases or (not takes_shares and self._is_refused(tenant, wanted, below)):
             return wanted <= 0
         if wanted > 0 and not self._has_cheaper(below):
             self._refused[tenant] = (wanted, below, self._pool.num_releases)
             return False
-        victims = self._unshared_tails(tenant, wanted, below)
+        share = 0 if takes_shares else self.share
+        victims = self._unshared_tails(tenant, wanted, below, share)
         if victims is not None:
             self._shrink(victims, num_free)
             return True
-        givers = list(self._givers(tenant, below))
+        givers = list(self._givers(tenant, below, share))
         held = Counter(block for lease, _ in givers for block in lease.blocks)
         only_leased = {block for block, count in held.items() if self._pool.ref_count[block] == count}
         only_leased.difference_update(*(lease.blocks[:kept] for lease, kept in givers))
         if len(only_leased) < wanted:
-            self._refused[tenant] = (wanted, below, self._pool.num_releases)
+            if not takes_shares:
+                self._refused[tenant] = (wanted, below, self._pool.num_releases)
             return False
         self._take_back(givers, lambda _: self._pool.num_free >= num_free, only_leased.__contains__, "pressure")
         return True
 
-    def _givers(self, tenant: str, below: float) -> Iterator[Giver]:
+    def _givers(self, tenant: str, below: float, share: int) -> Iterator[Giver]:
         """What work of `tenant` may take from, in that order. Valid until the next change."""
-        offers = (self._offers(other, 0 if other == tenant else self.share, below) for other in self._orders)
+        offers = (self._offers(other, 0 if other == tenant else share, below) for other in self._orders)
         return (Giver(self._leases[lease_id], kept) for *_, lease_id, kept in merge(*offers))
 
     def _offers(self, tenant: str, safe: int, below: float) -> Iterator[tuple[bool, int, float, int, int]]:
@@ -306,13 +311,13 @@ class Leases:
         least, price, when = self._refused.get(tenant, (0, 0.0, None))
         return when == self._pool.num_releases and wanted >= least and below <= price
 
-    def _unshared_tails(self, tenant: str, wanted: int, below: float) -> list[Giver] | None:
+    def _unshared_tails(self, tenant: str, wanted: int, below: float, share: int) -> list[Giver] | None:
         """The first leases whose tails, held by nobody else, come to `wanted` blocks. None if all of them do not, or if a
         dearer one would come before a cheaper one whose tail is shared."""
         refs = self._pool.ref_count
         victims, found = [], 0
         passed_over: tuple[str, bool, float] | None = None
-        for giver in self._givers(tenant, below):
+        for giver in self._givers(tenant, below, share):
             lease, kept = giver
             rank = (lease.scope.tenant, lease.num_heirs > 0, lease.value)
             if passed_over is not None and rank != passed_over:

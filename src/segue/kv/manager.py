@@ -66,6 +66,9 @@ class KVManager:
         self._refs, self._parents = self._pool.ref_count, self._index.parent
         self._tables: set[BlockTable] = set()
         self._copy_sources: Counter[int] = Counter()
+        self._copy_targets: set[int] = (
+            set()
+        )  # of copies that a step under way is to make: nobody knows yet whether it does
         self._observers: list[Observer] = []
         self.leases = Leases(self._pool, block_size, self._emit)
         self._names: BlockNames | None = None
@@ -235,13 +238,22 @@ class KVManager:
         self._copy_sources[tail] += 1
         at = len(table.blocks)
         table.blocks.extend(self._allocate(missing))
+        self._copy_targets.add(table.blocks[at])
         return Reservation(match.num_tokens, Copy(tail, table.blocks[at]))
 
     def extend(
-        self, table: BlockTable, start: int, stop: int, now: float = 0.0, below: float = inf
+        self,
+        table: BlockTable,
+        start: int,
+        stop: int,
+        now: float = 0.0,
+        below: float = inf,
+        *,
+        takes_shares: bool = False,
     ) -> Reservation | None:
         """Make positions `start … stop-1` writable: new blocks at the end, and a private copy of the block that
-        holds `start` if others can see it. None, and no change, when the pool and the leases cannot give it."""
+        holds `start` if others can see it. None, and no change, when the pool and the leases cannot give it. For `takes_shares`
+        see `Leases.reclaim`."""
         size = self.block_size
         blocks = table.blocks
         held = len(blocks)
@@ -251,7 +263,9 @@ class KVManager:
         if not missing and first is not None and self._refs[first] == 1 and self._parents[first] is None:
             return _NOTHING_NEEDED  # fifteen of sixteen decode steps
         shared = first is not None and self._visible_to_others(first)
-        if (missing or shared) and not self.leases.reclaim(missing + shared, now, table.scope.tenant, below):
+        if (missing or shared) and not self.leases.reclaim(
+            missing + shared, now, table.scope.tenant, below, takes_shares=takes_shares
+        ):
             return None
         if first is not None and not shared and self._index.parent[first] is not None:
             self._evict([first])  # a tail of ours alone: its longer successor will be indexed when it is full
@@ -262,11 +276,13 @@ class KVManager:
             copy = Copy(blocks[at], self._allocate(1)[0])
             self._copy_sources[copy.src] += 1  # the table's own hold on the source becomes the copy's
             blocks[at] = copy.dst
+            self._copy_targets.add(copy.dst)
         blocks.extend(self._allocate(missing))
         return Reservation(0, copy)
 
     def settle(self, copy: Copy) -> None:
         """The step that was to make this copy has ended, well or not: its source may be reused."""
+        self._copy_targets.discard(copy.dst)
         self._copy_sources[copy.src] -= 1
         if not self._copy_sources[copy.src]:
             del self._copy_sources[copy.src]
@@ -317,7 +333,7 @@ class KVManager:
         if not (data and table.indexed):
             return
         block = table.blocks[full]
-        if self._index.parent[block] is None:
+        if self._index.parent[block] is None and block not in self._copy_targets:
             self._index.add_tail(block, data, table.blocks[full - 1] if full else table.scope)
 
     def fork(self, table: BlockTable, num_tokens: int) -> BlockTable:
@@ -361,8 +377,12 @@ class KVManager:
         value: float = 0.0,
         transient: bool = False,
     ) -> Lease:
-        """Keep the KV of the first `num_computed` tokens, whatever becomes of the table."""
+        """Keep the KV of the first `num_computed` tokens, whatever becomes of the table; but not a block that is still to be
+        copied."""
         blocks = table.blocks[: self.blocks_for(num_computed)]
+        if blocks and blocks[-1] in self._copy_targets:
+            blocks.pop()
+            num_computed = len(blocks) * self.block_size
         return self.leases.grant(
             table.scope,
             blocks,

@@ -59,6 +59,9 @@ class Forecast:
         return 0.0 if p_fast <= 1.0 - _SURE else None
 
 
+_LEAST_SCALE = 1e-6  # also what always took equally long may take a little longer
+
+
 class Posterior:
     """Of a mean and a variance that nobody knows, after some observations: Normal-Inverse-Gamma, which stays one with each more.
 
@@ -77,7 +80,7 @@ class Posterior:
         self.weight += 1.0
         self.shape += 0.5
         if self.weight > self.MOST:
-            self.weight, self.shape, self.scale = self.weight / 2, self.shape / 2, self.scale / 2
+            self.weight, self.shape, self.scale = self.weight / 2, self.shape / 2, max(self.scale / 2, _LEAST_SCALE)
 
     def draw(self, random: random.Random) -> Forecast:
         """One of the normals it might be, as likely as it is: Thompson's way to keep trying what is not settled."""
@@ -85,7 +88,7 @@ class Posterior:
         return Forecast(random.gauss(self.mean, math.sqrt(variance / self.weight)), math.sqrt(variance))
 
     def to_json(self) -> list[float]:
-        return [round(value, 6) for value in (self.mean, self.weight, self.shape, self.scale)]
+        return [float(f"{value:.9g}") for value in (self.mean, self.weight, self.shape, self.scale)]
 
     @classmethod
     def from_json(cls, data: Any) -> Posterior:

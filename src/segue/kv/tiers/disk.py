@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ class DiskTier:
         self._capacity = num_bytes
         self._order = Replacement(num_bytes)
         self._numbers = itertools.count()
+        self._own = secrets.token_hex(4)  # two containers may have the same process id
         self._lock = threading.Lock()  # for the order, not for files
         self._size_coming = 0  # of blocks that are being written
         self._scanned_at = 0.0
@@ -98,7 +100,7 @@ class DiskTier:
 
     def _write(self, name: bytes, block: memoryview) -> None:
         path = self._path(name)
-        part = f"{os.path.dirname(path)}/{os.getpid()}-{next(self._numbers)}{_UNFINISHED}"
+        part = f"{os.path.dirname(path)}/{os.getpid()}-{self._own}-{next(self._numbers)}{_UNFINISHED}"
         try:
             descriptor = _create(part)
             try:
