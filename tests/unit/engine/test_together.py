@@ -165,8 +165,13 @@ def test_lines_of_several_thoughts_do_not_depend_on_which_search_ended_first():
     found = []
     for order in (1, -1):
         engine = make(200, max_step_tokens=128)
-        conclude = engine._answers.conclude
-        engine._answers.conclude = lambda ended, conclude=conclude, order=order: conclude(ended[::order])
+        conclude, all_ended = engine._answers.conclude, []
+
+        def at_last(ended, conclude=conclude, all_ended=all_ended, order=order):
+            all_ended += ended
+            return conclude(all_ended[::order]) if len(all_ended) == 3 else []
+
+        engine._answers.conclude = at_last
         found.append(engine.generate(Request([1, 2, 3], params, then=then))[0].beams)
     assert found[0] == found[1], "sums of three to the last bit"
 
