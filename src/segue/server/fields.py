@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from segue.base.errors import InvalidRequest
 from segue.base.types import MAX_WIDTH, BeamParams, SamplingParams
 
-TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
-ForkPoint = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Literal["now"] | None
-Stop = str | Annotated[list[str], Field(max_length=64)] | None
 MAX_PROMPTS = 256
 MAX_NAMES = 10_000
+MAX_MESSAGES = 10_000  # of one request, and parts of one message
 _MAX_DEPTH = 100  # of lists and objects in each other; what walks them later needs stack for it
+_NESTED = (dict, list)
 _encode = msgspec.json.Encoder().encode
+
+_Entry = TypeVar("_Entry")
+Listed = Annotated[list[_Entry], Field(fail_fast=True)]  # one wrong entry is enough: a million would each be reported
+TokenIds = Listed[Annotated[int, Field(ge=0, lt=2**31)]]
+ForkPoint = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Literal["now"] | None
+Stop = str | Annotated[Listed[str], Field(max_length=64)] | None
+
+
+def at_most(count: int) -> BeforeValidator:
+    """For objects, whose entries would all be looked at before they are counted."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(f"has {len(value)} entries: at most {count} are taken")
+        return value
+
+    return BeforeValidator(check)
 
 
 class Body(BaseModel):
@@ -25,8 +41,12 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_values(cls, data: Any) -> Any:
-        """Python reads more as JSON than can be written again: to the engine, to a template, or into an answer."""
+        """Python reads more as JSON than can be written again: to the engine, to a template, or into an answer. Of names that
+        are not known only the first is left, since one is enough to be refused for."""
         if isinstance(data, dict):
+            known = cls.model_fields
+            unknown = next((name for name in data if name not in known), None)
+            data = {name: value for name, value in data.items() if name in known or name == unknown}
             for name, value in data.items():
                 if (problem := _unwritable(name)) is not None:
                     raise ValueError(f"body: {problem}")
@@ -49,11 +69,11 @@ def _unwritable(value: Any) -> str | None:
 
 
 def _is_deep(value: Any) -> bool:
-    level = [value]
+    level = [value] if isinstance(value, _NESTED) else []
     for _ in range(_MAX_DEPTH):
-        inner = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
-        level = [node for nodes in inner for node in nodes]
-    return any(isinstance(node, dict | list) for node in level)
+        inner = (node.values() if isinstance(node, dict) else node for node in level)
+        level = [node for nodes in inner for node in nodes if isinstance(node, _NESTED)]
+    return bool(level)
 
 
 class StateFields(Body):
@@ -75,8 +95,9 @@ class StateFields(Body):
         if not isinstance(data, dict) or not isinstance(data.get("extra_body"), dict):
             return data
         extra = data["extra_body"]
-        if twice := sorted(name for name in extra if name in data and _unwritable(name) is None):
-            raise ValueError(f"{', '.join(twice)}: given both in extra_body and beside it")
+        twice = next((name for name in extra if name in data and _unwritable(name) is None), None)
+        if twice is not None:
+            raise ValueError(f"{twice}: given both in extra_body and beside it")
         return {name: value for name, value in data.items() if name != "extra_body"} | extra
 
     @model_validator(mode="after")
@@ -114,7 +135,7 @@ class GenerationFields(StateFields):
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    logit_bias: Annotated[dict[str, float] | None, at_most(1024)] = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=0, lt=2**63)
     n: int = Field(1, ge=1, le=128)
     stop: Stop = None
@@ -174,8 +195,8 @@ class BeamFields(Body):
     length_penalty: float = Field(1.0, ge=-10, le=10)
     early_stopping: bool | Literal["never"] = False
     catalogue: str | None = Field(None, description="name of the catalogue whose items are sought")
-    allow: list[str] | None = Field(None, max_length=MAX_NAMES, description="of those, only these")
-    deny: list[str] = Field(default_factory=list, max_length=MAX_NAMES, description="of those, none of these")
+    allow: Listed[str] | None = Field(None, max_length=MAX_NAMES, description="of those, only these")
+    deny: Listed[str] = Field(default_factory=list, max_length=MAX_NAMES, description="of those, none of these")
     scoring: Literal["full", "legal"] = Field("full", description="what log-probabilities are taken over")
 
     def beam(self, **more: Any) -> BeamParams:
@@ -283,9 +304,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # values of fields for sampling that a
 class CompletionBody(GenerationFields, BeamFields):
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[Listed[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[TokenIds, Field(min_length=1)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[Listed[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
         | None
     ) = None
     max_tokens: int | None = Field(16, ge=1, lt=2**31)
@@ -356,18 +377,18 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Annotated[Listed[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
+    tool_calls: Listed[dict[str, Any]] | None = Field(None, max_length=MAX_MESSAGES)
     tool_call_id: str | None = None
 
 
 class ChatBody(GenerationFields):
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Listed[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = Field(None, max_length=512)
+    tools: Listed[Tool] | None = Field(None, max_length=512)
     tool_choice: Literal["none", "auto"] | None = Field(
         None, description="calls are not forced here, so 'required' and a named function are refused"
     )
@@ -393,7 +414,7 @@ class ChatBody(GenerationFields):
 class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Listed[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 

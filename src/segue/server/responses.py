@@ -14,7 +14,7 @@ from segue.base.errors import InvalidRequest, SegueError, UnknownState
 from segue.base.types import SamplingParams
 from segue.server.chat import Calls, Turn, as_template_message, make_turn, remember, run_turn
 from segue.server.failures import error_json
-from segue.server.fields import Body, Message, StateFields
+from segue.server.fields import MAX_MESSAGES, Body, Listed, Message, StateFields, at_most
 from segue.server.generation import Generation, Piece, state_json
 from segue.server.reply import reply
 from segue.server.scope import QueriedSalt
@@ -45,7 +45,7 @@ class ResponseTool(Body):
 
 class ResponsesBody(StateFields):
     model: str | None = None
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[Listed[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
@@ -53,12 +53,12 @@ class ResponsesBody(StateFields):
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    tools: list[ResponseTool] | None = Field(None, max_length=512)
+    tools: Listed[ResponseTool] | None = Field(None, max_length=512)
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16)
+    metadata: Annotated[dict[str, str] | None, at_most(16)] = Field(None, max_length=16)
     user: str | None = Field(None, max_length=256)
 
     @model_validator(mode="after")

@@ -1,0 +1,53 @@
+"""The bodies of requests, before anything is generated for them."""
+
+import pytest
+from pydantic import ValidationError
+
+from segue.server.fields import ChatBody, CompletionBody, DetokenizeBody, RecommendBody, TokenizeBody
+from segue.server.responses import ResponsesBody
+
+MANY = 20_000
+NAMES = {f"name-{number}": "x" for number in range(MANY)}
+HELLO = {"role": "user", "content": "Hello"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionBody, {"prompt": [""] * MANY}),
+        (CompletionBody, {"prompt": [-1] * MANY}),
+        (CompletionBody, {"prompt": [["x"] * MANY]}),
+        (CompletionBody, {"prompt": [[5]] * MANY}),
+        (CompletionBody, {"prompt": "x", "stop": [1] * MANY}),
+        (CompletionBody, {"prompt": "x", "allowed_token_ids": ["x"] * MANY}),
+        (CompletionBody, {"prompt": "x", "deny": [1] * MANY}),
+        (CompletionBody, {"prompt": "x", "logit_bias": NAMES}),
+        (CompletionBody, {"prompt": "x", **NAMES}),
+        (CompletionBody, {"prompt": "x", "extra_body": NAMES}),
+        (CompletionBody, {"prompt": "x", "stream": True, "stream_options": NAMES}),
+        (RecommendBody, {"prompt": "x", "beam": {"deny": [1] * MANY}}),
+        (RecommendBody, {"prompt": ["x"] * MANY, "beam": {}}),
+        (ChatBody, {"messages": [{}] * MANY}),
+        (ChatBody, {"messages": [HELLO] * MANY}),
+        (ChatBody, {"messages": [{"role": "user", "content": [1] * MANY}]}),
+        (ChatBody, {"messages": [{"role": "user", "tool_calls": [1] * MANY}]}),
+        (ChatBody, {"messages": [HELLO], "tools": [{}] * MANY}),
+        (ResponsesBody, {"input": [1] * MANY}),
+        (ResponsesBody, {"input": [HELLO] * MANY}),
+        (ResponsesBody, {"input": "x", "metadata": dict.fromkeys(NAMES, 1)}),
+        (TokenizeBody, {"messages": [1] * MANY}),
+        (DetokenizeBody, {"tokens": ["x"] * MANY}),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value)[:40],
+)
+def test_a_body_that_is_wrong_in_many_places_is_refused_for_a_few(kind, body):
+    """Everybody waits while a body is looked at, and to report a million mistakes takes seconds and a gigabyte."""
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(body)
+    assert refused.value.error_count() <= 5  # one for each kind of value that there may be
+
+
+def test_long_bodies_are_taken():
+    assert len(CompletionBody.model_validate({"prompt": [5] * 100_000}).prompt) == 100_000
+    assert len(ChatBody.model_validate({"messages": [HELLO] * 5000}).messages) == 5000
+    assert len(CompletionBody.model_validate({"prompt": ["x"] * 256}).prompt) == 256
