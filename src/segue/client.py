@@ -12,7 +12,7 @@ For chats, `openai`'s own client does: what Segue adds goes into its `extra_body
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -155,10 +155,10 @@ class Client:
         usage: Mapping[str, Any] = {}
         with self._http.stream("POST", path, **options) as response:
             _check(response)
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
+            for line in _lines(response.iter_bytes()):
+                if not line.startswith(b"data: ") or line == b"data: [DONE]":
                     continue
-                event = json.loads(line.removeprefix("data: "))
+                event = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
                     raise _error(event["error"], 500)
                 usage = event.get("usage", usage)
@@ -168,6 +168,16 @@ class Client:
                     if choice["text"]:
                         yield choice["text"]
         yield _completion({"id": last["id"], "choices": [last | {"text": "".join(texts)}], "usage": usage})
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Ended by a newline and nothing else: httpx's own end at U+2028 and others too, which stand in JSON as they are."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest
 
 
 def _completion(answer: Mapping[str, Any]) -> Completion:

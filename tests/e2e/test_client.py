@@ -59,6 +59,13 @@ def test_generation_and_the_verbs(clients):
     assert refused.value.field == "max_tokens"
 
 
+def test_a_stream_is_cut_into_lines_at_newlines_alone(clients):
+    """Python's own idea of a line ends at these too, and they stand in JSON as they are."""
+    text = "a\u2028b\u2029c\u0085d\x0be\nf"
+    *pieces, whole = clients[0].stream(text, max_tokens=1, temperature=0, echo=True)
+    assert "".join(pieces) == whole.text and whole.text.startswith(text)
+
+
 def text_of(lines):
     """What an event stream says."""
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]

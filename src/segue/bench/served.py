@@ -190,12 +190,23 @@ def _answer(text: str, first_at: float, usage: dict[str, Any], body: dict[str, A
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+    async for line in _lines(response.aiter_bytes()):
+        if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
             parsed = json.loads(data)
             if "error" in parsed:
                 raise SegueError(f"the server ended the answer: {parsed['error']}")
             yield parsed
+
+
+async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Ended by a newline and nothing else: httpx's own end at U+2028 and others too, which stand in JSON as they are."""
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
+    if rest:
+        yield rest
 
 
 async def _check(response: httpx.Response) -> None:

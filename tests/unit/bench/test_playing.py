@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
+import httpx
 import pytest
 
 from segue.base.config import EngineConfig
@@ -14,6 +16,7 @@ from segue.bench.generated import AgentJob, agents, closed, shared_prefix, two_s
 from segue.bench.leaderboard import standings
 from segue.bench.play import Player, check_fits
 from segue.bench.records import read_lines, run_record, trace_records, write_lines
+from segue.bench.served import _events
 from segue.bench.sweep import Cell, Load, Machine, cells, run_all, simulate
 from segue.bench.workload import Job, Run, Turn, Workload
 from segue.sim.costs import StepCosts
@@ -180,3 +183,18 @@ def test_parameters_of_the_agents_job():
     job = AgentJob(prompt_tokens=(50, 100), output_tokens=(5, 5), gap_scale=0.5)
     assert len(agents([0.0], 0, job).jobs[0].turns) == 2
     assert agents([0.0], 0, job).jobs[0].turns[0].gap_seconds <= 0.075
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_servers_events_are_cut_at_newlines_alone(end):
+    events = [{"choices": [{"text": text}]} for text in ("a\u2028b", "\u2029", "c\u0085")]
+    said = [f"data: {json.dumps(each, ensure_ascii=False)}{end}{end}".encode() for each in events]
+
+    async def pieces():
+        for byte in b"".join([*said, b"data: [DONE]"]):
+            yield bytes([byte])
+
+    async def read():
+        return [each async for each in _events(httpx.Response(200, content=pieces()))]
+
+    assert asyncio.run(read()) == events
