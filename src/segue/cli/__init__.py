@@ -52,7 +52,9 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 done, 1 something failed, 2 wrong use, 130 interrupted."""
-    arguments = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments = parser().parse_args(words)
+    arguments.words = words[1:]  # of the command: they tell what was given from what is the default
     try:
         status: int = arguments.run(arguments)
     except SegueError as error:

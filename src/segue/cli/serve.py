@@ -7,8 +7,9 @@ import json
 import logging
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from segue.base.config import Environment
 from segue.base.errors import InvalidRequest
@@ -50,7 +51,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.config is not None:
-        _apply_config(arguments)
+        arguments = _with_file(arguments)
     try:
         from segue.server.app import create_app
         from segue.server.metrics import Metrics
@@ -136,25 +137,64 @@ def _configure_log(*, quiet: bool) -> None:
         logging.getLogger("segue.access").setLevel(logging.WARNING)
 
 
-def _apply_config(arguments: argparse.Namespace) -> None:
-    """A flag that was given goes before the file; which were is found by comparing with the defaults."""
+def _with_file(arguments: argparse.Namespace) -> argparse.Namespace:
+    """What the command line gives goes before the file, even where it says what is the default anyway."""
+    chosen = vars(arguments) | _read_config(arguments.config) | _given(arguments.words)
+    return argparse.Namespace(**chosen)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     try:
-        given: dict[str, Any] = tomllib.loads(arguments.config.read_text(encoding="utf-8"))
+        entries: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidRequest("config", f"{arguments.config} cannot be read: {error}") from error
+        raise InvalidRequest("config", f"{path} cannot be read: {error}") from error
+    found: dict[str, Any] = {}
+    for name, value in entries.items():
+        try:
+            found |= _entry(name, value)
+        except ValueError as error:
+            raise InvalidRequest("config", f"{name!r} in {path}: {error}") from error
+    return found
+
+
+def _entry(name: str, value: Any) -> dict[str, Any]:
+    """One entry of the file, read as the flag of its name would be: the same values are taken, and the same refused."""
+    flag, default = f"--{name.replace('_', '-')}", _defaults().get(name.replace("-", "_"))
+    if name == "config":
+        raise ValueError("a file does not name another")
+    if isinstance(value, bool):
+        if not isinstance(default, bool):
+            raise ValueError("is no option that is true or false")
+        return _named([flag if value else flag.replace("--", "--no-", 1)] if value is not default else [])
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in values):
+        raise ValueError("must be text, a number, or a list of them")
+    found = _named([str(value)] if name == "model" else [f"{flag}={each}" for each in values or [""]])
+    if not isinstance(value, list):
+        return found
+    if not all(isinstance(made, list) for made in found.values()):
+        raise ValueError("is not a list")
+    return {option: made[: len(value)] for option, made in found.items()}
+
+
+def _named(words: Sequence[str]) -> dict[str, Any]:
+    return _given(words, allow_abbrev=False)
+
+
+class _Words(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _given(words: Sequence[str], **rules: Any) -> dict[str, Any]:
+    """The options that these words give, and no others."""
+    parser = _Words(add_help=False, **rules)
+    add_arguments(parser)
+    parser.set_defaults(**dict.fromkeys(_defaults()))
+    return {name: value for name, value in vars(parser.parse_args(words)).items() if value is not None}
+
+
+def _defaults() -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    defaults = vars(parser.parse_args([]))
-    for name, value in given.items():
-        option = name.replace("-", "_")
-        if option not in defaults or option == "config":
-            raise InvalidRequest("config", f"{name!r} in {arguments.config} is not an option of `segue serve`")
-        kind = type(defaults[option])
-        if defaults[option] is not None and type(value) is not kind:
-            raise InvalidRequest("config", f"{name} in {arguments.config} must be {kind.__name__}, got {value!r}")
-        if getattr(arguments, option) == defaults[option]:
-            setattr(
-                arguments,
-                option,
-                Path(value) if option in ("keys", "state_dir", "policy_state", "policy_model") else value,
-            )
+    return vars(parser.parse_args([]))

@@ -1,6 +1,7 @@
 """Options of `segue serve` from a file, metrics under vLLM's names, and who runs first."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +15,10 @@ from tests.fakes import FakeExecutor
 def options(tmp_path, text, *flags):
     path = tmp_path / "serve.toml"
     path.write_text(text)
+    words = [*flags, "--config", str(path)]
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    arguments = parser.parse_args([*flags, "--config", str(path)])
-    serve._apply_config(arguments)
-    return arguments
+    return serve._with_file(parser.parse_args(words, argparse.Namespace(words=words)))
 
 
 def test_a_file_gives_options_and_a_flag_goes_before_it(tmp_path):
@@ -26,9 +26,39 @@ def test_a_file_gives_options_and_a_flag_goes_before_it(tmp_path):
     assert (chosen.model, chosen.port, str(chosen.state_dir), chosen.quiet) == ("tiny", 9001, "kept", True)
 
 
+def test_a_flag_that_says_what_is_the_default_goes_before_the_file_too(tmp_path):
+    text = 'model = "tiny"\nport = 9000\nhost = "127.0.0.2"\nexact = true\nprefix-caching = false\ntier = ["host=1GiB"]'
+    chosen = options(tmp_path, text)
+    assert (chosen.port, chosen.exact, chosen.prefix_caching, chosen.tiers) == (9000, True, False, ["host=1GiB"])
+    flags = ["smollm2", "--por", "8000", "--host", "127.0.0.1", "--no-exact", "--prefix-caching", "--tier", "host=2GiB"]
+    chosen = options(tmp_path, text, *flags)
+    assert (chosen.model, chosen.port, chosen.host) == ("smollm2", 8000, "127.0.0.1")
+    assert (chosen.exact, chosen.prefix_caching, chosen.tiers) == (False, True, ["host=2GiB"])
+
+
+def test_an_entry_is_read_as_its_flag_is(tmp_path):
+    text = 'max-requests = 5\nhead-seconds = 5\ncatalogue = ["a=b"]\nkeys = "k"\nquiet = false\ndtype = "bf16"'
+    chosen = options(tmp_path, text)
+    assert (chosen.max_requests, chosen.catalogues, chosen.keys) == (5, ["a=b"], Path("k"))
+    assert (type(chosen.head_seconds), chosen.quiet, chosen.dtype) == (float, False, "bf16")
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
-    [("no_such = 1", "no_such"), ('port = "x"', "port"), ("config = 'a'", "config"), ("port =", "TOML|read")],
+    [
+        ("no_such = 1", "no_such"),
+        ('port = "x"', "port"),
+        ("port = true", "port"),
+        ("port = [1, 2]", "port"),
+        ("por = 1", "por"),
+        ("config = 'a'", "config"),
+        ("port =", "TOML|read"),
+        ('max-requests = "many"', "max-requests"),
+        ('dtype = "fp99"', "dtype"),
+        ('quiet = "yes"', "quiet"),
+        ("tiers = []", "tiers"),
+        ("[host]\na = 1", "host"),
+    ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path, text, what):
     with pytest.raises(InvalidRequest, match=what):
