@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticUseDefault
 
 from segue.base.errors import InvalidRequest
 from segue.base.types import MAX_WIDTH, BeamParams, SamplingParams
@@ -22,6 +23,16 @@ Listed = Annotated[list[_Entry], Field(fail_fast=True)]  # one wrong entry is en
 TokenIds = Listed[Annotated[int, Field(ge=0, lt=2**31)]]
 ForkPoint = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Literal["now"] | None
 Stop = str | Annotated[Listed[str], Field(max_length=64)] | None
+
+
+def _use_default(value: Any) -> Any:
+    """OpenAI's schema allows null for some fields that have a default, and clients send it."""
+    if value is None:
+        raise PydanticUseDefault
+    return value
+
+
+OrNull = BeforeValidator(_use_default)
 
 
 def at_most(count: int) -> BeforeValidator:
@@ -137,14 +148,14 @@ class GenerationFields(StateFields):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[dict[str, float] | None, at_most(1024)] = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    n: int = Field(1, ge=1, le=128)
+    n: Annotated[int, OrNull] = Field(1, ge=1, le=128)
     stop: Stop = None
     stop_token_ids: TokenIds = Field(default_factory=list, max_length=64)
     allowed_token_ids: TokenIds = Field(default_factory=list, description="nothing else is ever sampled")
     include_stop_str_in_output: bool = False
     min_tokens: int = Field(0, ge=0, lt=2**31)
     ignore_eos: bool = False
-    stream: bool = False
+    stream: Annotated[bool, OrNull] = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="who it is for; appears in the log", max_length=256)
 
@@ -311,7 +322,7 @@ class CompletionBody(GenerationFields, BeamFields):
     ) = None
     max_tokens: int | None = Field(16, ge=1, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=100)
-    echo: bool = False
+    echo: Annotated[bool, OrNull] = False
     best_of: int | None = Field(None, ge=1, le=128)
     use_beam_search: bool = Field(False, description="answers are the n best lines of a search")
     beam_width: int | None = Field(None, ge=1, le=MAX_WIDTH, description="lines at a time (default: n)")

@@ -14,7 +14,7 @@ from segue.base.errors import InvalidRequest, SegueError, UnknownState
 from segue.base.types import SamplingParams
 from segue.server.chat import Calls, Turn, as_template_message, make_turn, remember, run_turn
 from segue.server.failures import error_json
-from segue.server.fields import MAX_MESSAGES, Body, Listed, Message, StateFields, at_most
+from segue.server.fields import MAX_MESSAGES, Body, Listed, Message, OrNull, StateFields, at_most
 from segue.server.generation import Generation, Piece, state_json
 from segue.server.reply import reply
 from segue.server.scope import QueriedSalt
@@ -48,8 +48,8 @@ class ResponsesBody(StateFields):
     input: str | Annotated[Listed[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool = True
-    stream: bool = False
+    store: Annotated[bool, OrNull] = True
+    stream: Annotated[bool, OrNull] = False
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)

@@ -51,3 +51,12 @@ def test_long_bodies_are_taken():
     assert len(CompletionBody.model_validate({"prompt": [5] * 100_000}).prompt) == 100_000
     assert len(ChatBody.model_validate({"messages": [HELLO] * 5000}).messages) == 5000
     assert len(CompletionBody.model_validate({"prompt": ["x"] * 256}).prompt) == 256
+
+
+def test_null_is_the_default_where_openai_allows_it():
+    completion = CompletionBody.model_validate({"prompt": "x", "n": None, "stream": None, "echo": None})
+    assert (completion.n, completion.stream, completion.echo) == (1, False, False)
+    chat = ChatBody.model_validate({"messages": [HELLO], "n": None, "stream": None})
+    assert (chat.n, chat.stream) == (1, False)
+    response = ResponsesBody.model_validate({"input": "x", "store": None, "stream": None})
+    assert (response.store, response.stream) == (True, False)
