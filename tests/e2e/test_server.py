@@ -343,6 +343,36 @@ def test_a_wrong_field_is_named(server, body, field):
     assert answer["error"]["type"] == "invalid_request_error"
 
 
+def test_what_the_engine_refuses_is_named_as_the_body_names_it(server):
+    parent = server.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[2]["id"]
+    goes_on, far, long = {"continuation_of": parent}, 100_000, "x" * 20_000
+    said = [{"role": "user", "content": "Hi"}]
+    refused = [
+        ("completions", goes_on | {"fork_at": 0}, "fork_at"),
+        ("completions", goes_on | {"fork_at": far}, "fork_at"),
+        ("completions", goes_on | {"continuation_token_ids": [999_999]}, "continuation_token_ids"),
+        ("completions", goes_on | {"continuation_suffix": long}, "continuation_suffix"),
+        ("completions", goes_on | {"max_tokens": far}, "max_tokens"),
+        ("completions", {"continuation_of": ""}, "continuation_of"),
+        ("completions", {"prompt": "x", "use_beam_search": True, "beam_width": 5000}, "beam_width"),
+        ("completions", {"prompt": "x", "use_beam_search": True, "stop_token_ids": [999_999]}, "stop_token_ids"),
+        ("chat/completions", {"messages": said, "max_completion_tokens": far}, "max_completion_tokens"),
+        ("chat/completions", {"messages": said, "max_tokens": far}, "max_tokens"),
+        ("chat/completions", {"messages": [{"role": "user", "content": long}]}, "messages"),
+        ("chat/completions", goes_on | {"fork_at": 0}, "fork_at"),
+        ("responses", {"input": "Hi", "max_output_tokens": far}, "max_output_tokens"),
+        ("responses", {"input": long}, "input"),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ("recommend", {"prompt": "x", "beam": {"max_tokens": far}}, "beam.max_tokens"),
+        ("recommend", goes_on | {"fork_at": 0, "beam": {"max_tokens": 1}}, "fork_at"),
+    ]
+    for path, body, field in refused:
+        status, _, answer = server.post(f"/v1/{path}", body)
+        error = answer["error"]
+        assert (status, error["param"]) == (400, field), (path, body, error)
+        assert error["message"].startswith(f"{field}: ")
+
+
 def test_unknown_parents_are_404_and_streams_too(server):
     for stream in (False, True):
         status, _, answer = server.post("/v1/completions", {"continuation_of": "cmpl-none", "stream": stream})

@@ -48,9 +48,10 @@ def chat(service: Service) -> APIRouter:
         gate: Gate = request.state.gate
         service.check_model(body.model)
         answer_id = new_id("chatcmpl")
-        turn = await _turn(service, gate, body, answer_id)
-        format = _Format(service, body, answer_id, turn)
-        return await reply(request, run_turn(service, gate, turn), format, answer_id, stream=body.stream)
+        with body.naming():
+            turn = await _turn(service, gate, body, answer_id)
+            format = _Format(service, body, answer_id, turn)
+            return await reply(request, run_turn(service, gate, turn), format, answer_id, stream=body.stream)
 
     return router
 

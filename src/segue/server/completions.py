@@ -28,9 +28,10 @@ def completions(service: Service) -> APIRouter:
         gate: Gate = request.state.gate
         service.check_model(body.model)
         answer_id = new_id("cmpl")
-        calls, echoes = await _calls(service, gate, body, answer_id)
-        format = Format(service, body, answer_id, echoes)
-        return await reply(request, service.run(gate, calls), format, answer_id, stream=body.stream)
+        with body.naming():
+            calls, echoes = await _calls(service, gate, body, answer_id)
+            format = Format(service, body, answer_id, echoes)
+            return await reply(request, service.run(gate, calls), format, answer_id, stream=body.stream)
 
     return router
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -14,6 +16,7 @@ from segue.server.sse import JsonResponse
 from segue.server.tenants import TooMany
 
 _log = logging.getLogger(__name__)
+_KIND = re.compile(r"str|int|float|bool|constrained-\w+|[\w-]+\[.*\]")  # which of several that a value may be of
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -60,8 +63,8 @@ def install(app: FastAPI) -> None:
 
 def _first(error: RequestValidationError) -> InvalidRequest:
     """The first thing that is wrong, by the field's name. The value is left out: it may be secret, or huge."""
-    problem = error.errors()[0]
-    path = ".".join(str(part) for part in problem["loc"] if part not in ("body", "query", "path"))
+    problem = _most_telling(error.errors())
+    path = _path(problem)
     message = str(problem["msg"]).removeprefix("Value error, ")
     if problem["type"] == "json_invalid":
         return InvalidRequest("body", f"is not JSON: {problem.get('ctx', {}).get('error', message)}")
@@ -71,3 +74,22 @@ def _first(error: RequestValidationError) -> InvalidRequest:
         field, _, rest = message.partition(": ")
         return InvalidRequest(field, rest) if rest else InvalidRequest("body", message)
     return InvalidRequest(path or "body", message[:1].lower() + message[1:])
+
+
+def _most_telling(problems: Sequence[Any]) -> Any:
+    """What is wrong with the first wrong field. One that may be of several kinds is reported once for each: the kind that fits,
+    or fits furthest into a list, is the one that was meant."""
+    top = problems[0]["loc"][:2]
+
+    def fit(problem: Any) -> Any:
+        wrong_kind = problem["type"].endswith("_type") or problem["type"] == "literal_error"
+        return not wrong_kind, len(problem["loc"]), [part for part in problem["loc"] if isinstance(part, int)]
+
+    return max((problem for problem in problems if problem["loc"][:2] == top), key=fit)
+
+
+def _path(problem: Any) -> str:
+    """Where it stands in the request, without the kinds that were tried there."""
+    _, *parts = problem["loc"]
+    last = len(parts) - 1 if problem["type"] == "extra_forbidden" else 0  # that is a name, whatever it looks like
+    return ".".join(str(part) for at, part in enumerate(parts) if at in (0, last) or not _KIND.fullmatch(str(part)))

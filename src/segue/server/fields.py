@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -87,10 +89,27 @@ def _is_deep(value: Any) -> bool:
     return bool(level)
 
 
+# What the engine calls a part of a request, and what bodies do: of these, the one that a body gives is meant.
+_CALLED = {
+    "at": ("fork_at",),
+    "parent": ("continuation_of", "previous_response_id"),
+    "suffix": ("continuation_token_ids", "continuation_suffix", "messages", "input"),
+    "prompt": ("prompt", "messages", "input", "continuation_token_ids", "continuation_suffix", "continuation_of"),
+    "messages": ("messages", "input"),
+    "max_tokens": ("max_completion_tokens", "max_output_tokens", "max_tokens"),
+    "hold": ("hold_seconds",),
+    "width": ("beam_width", "n"),
+    "then.suffix": ("suffix",),
+    "then.rest": ("suffix",),
+    "beam.stop_token_ids": ("stop_token_ids",),
+    "beam.allowed_token_ids": ("allowed_token_ids",),
+}
+
+
 class StateFields(Body):
     """What Segue adds to any request that generates. People also post these inside a literal `extra_body` object."""
 
-    continuation_of: str | None = Field(None, description="id of the state or request to go on from")
+    continuation_of: str | None = Field(None, min_length=1, description="id of the state or request to go on from")
     continuation_suffix: str | None = Field(None, description="text that follows it")
     continuation_token_ids: TokenIds | None = Field(None, description="the same as token ids")
     fork_at: ForkPoint = Field(None, description="keep only so many of the parent's tokens")
@@ -124,6 +143,17 @@ class StateFields(Body):
         if self.is_last_step and self.hold_seconds:
             raise ValueError("hold_seconds: nothing is held after the last step of a job")
         return self
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """A refusal within names the field that the client sent."""
+        try:
+            yield
+        except InvalidRequest as error:
+            raise type(error)(self.called(error.field), str(error).removeprefix(f"{error.field}: ")) from error
+
+    def called(self, field: str) -> str:
+        return next((name for name in _CALLED.get(field, ()) if getattr(self, name, None) is not None), field)
 
     @property
     def has_suffix(self) -> bool:
@@ -296,6 +326,10 @@ class RecommendBody(StateFields):
         if self.suffix and self.think is None:
             raise ValueError("suffix: follows a thought, and none is asked for: put it at the end of the prompt")
         return self
+
+    def called(self, field: str) -> str:
+        name = super().called(field)
+        return f"beam.{name}" if name in BeamBody.model_fields and name not in RecommendBody.model_fields else name
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # values of fields for sampling that ask for nothing

@@ -27,9 +27,10 @@ def recommend(service: Service) -> APIRouter:
         gate: Gate = request.state.gate
         service.check_model(body.model)
         answer_id = new_id("rec")
-        call = await _call(service, gate, body, answer_id)
-        format = Format(service, body, answer_id)
-        return await reply(request, service.run(gate, [call]), format, answer_id, stream=False)
+        with body.naming():
+            call = await _call(service, gate, body, answer_id)
+            format = Format(service, body, answer_id)
+            return await reply(request, service.run(gate, [call]), format, answer_id, stream=False)
 
     @router.get("/v1/catalogues")
     async def list_catalogues() -> JsonResponse:

@@ -76,9 +76,10 @@ def responses(service: Service) -> APIRouter:
         gate: Gate = request.state.gate
         service.check_model(body.model)
         answer_id = new_id("resp")
-        turn = await _turn(service, gate, body, answer_id)
-        format = _Format(service, body, answer_id, turn)
-        return await reply(request, run_turn(service, gate, turn), format, answer_id, stream=body.stream)
+        with body.naming():
+            turn = await _turn(service, gate, body, answer_id)
+            format = _Format(service, body, answer_id, turn)
+            return await reply(request, run_turn(service, gate, turn), format, answer_id, stream=body.stream)
 
     @router.get("/v1/responses/{response_id}")
     async def show(response_id: str, salt: QueriedSalt) -> Response:

@@ -1,9 +1,11 @@
 """The bodies of requests, before anything is generated for them."""
 
 import pytest
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from segue.server.fields import ChatBody, CompletionBody, DetokenizeBody, RecommendBody, TokenizeBody
+from segue.server.failures import _first
+from segue.server.fields import ChatBody, CompletionBody, DetokenizeBody, ForkBody, RecommendBody, TokenizeBody
 from segue.server.responses import ResponsesBody
 
 MANY = 20_000
@@ -45,6 +47,30 @@ def test_a_body_that_is_wrong_in_many_places_is_refused_for_a_few(kind, body):
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(body)
     assert refused.value.error_count() <= 5  # one for each kind of value that there may be
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "said"),
+    [
+        (CompletionBody, {"prompt": []}, "prompt: list should have at least 1 item"),
+        (CompletionBody, {"prompt": [5, -1]}, "prompt.1: input should be greater than or equal to 0"),
+        (CompletionBody, {"prompt": [5, "x"]}, "prompt.1: input should be a valid integer"),
+        (CompletionBody, {"prompt": ["x", 5]}, "prompt.1: input should be a valid string"),
+        (CompletionBody, {"prompt": [[5], ["x"]]}, "prompt.1.0: input should be a valid integer"),
+        (CompletionBody, {"prompt": 5}, "prompt: input should be a valid string"),
+        (CompletionBody, {"prompt": "x", "str": 1}, "str: is not a field of this request"),
+        (CompletionBody, {"prompt": "x", "stream_options": {"int": 1}}, "stream_options.int: is not a field"),
+        (ChatBody, {"messages": [HELLO, {"role": "user", "content": [1]}]}, "messages.1.content.0: input should be"),
+        (ForkBody, {"at": True}, "at: input should be a valid integer"),
+        (ForkBody, {"at": "then"}, "at: input should be"),
+    ],
+    ids=lambda value: str(value)[-60:],
+)
+def test_what_is_wrong_is_named_by_its_place_in_the_body(kind, body, said):
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(body)
+    problems = [each | {"loc": ("body", *each["loc"])} for each in refused.value.errors()]
+    assert str(_first(RequestValidationError(problems))).startswith(said)
 
 
 def test_long_bodies_are_taken():
