@@ -12,7 +12,7 @@ For chats, `openai`'s own client does: what Segue adds goes into its `extra_body
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -73,11 +73,11 @@ class Client:
 
     def complete(self, prompt: str | list[int] | None = None, **fields: Any) -> Completion:
         """One answer. `fields` are those of /v1/completions: `max_tokens`, `continuation_of`, `hold_seconds`, …"""
-        return _completion(self._post("/v1/completions", _without_none(fields | {"prompt": prompt})))
+        return _completion(self._post("/v1/completions", _for_one_answer(prompt, fields)))
 
     def stream(self, prompt: str | list[int] | None = None, **fields: Any) -> Iterator[Completion | str]:
         """Pieces of text as they come, and last the answer as a whole. Closing the iterator ends the request."""
-        body = _without_none(fields | {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}})
+        body = _for_one_answer(prompt, fields) | {"stream": True, "stream_options": {"include_usage": True}}
         return self._events("/v1/completions", json=body)
 
     # States
@@ -168,6 +168,16 @@ class Client:
                     if choice["text"]:
                         yield choice["text"]
         yield _completion({"id": last["id"], "choices": [last | {"text": "".join(texts)}], "usage": usage})
+
+
+def _for_one_answer(prompt: str | list[int] | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A body. More answers than one would be generated, and then there would be nowhere to put them."""
+    n = fields.get("n")
+    if isinstance(n, int) and n > 1:
+        raise InvalidRequest("n", f"is {n}, and this client gives one answer: ask as often as you want one")
+    if not isinstance(prompt, str) and any(isinstance(part, Sequence) for part in prompt or ()):
+        raise InvalidRequest("prompt", "is a list of prompts, and this client gives one answer: ask for each of them")
+    return _without_none({**fields, "prompt": prompt})
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -66,6 +66,18 @@ def test_a_stream_is_cut_into_lines_at_newlines_alone(clients):
     assert "".join(pieces) == whole.text and whole.text.startswith(text)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "fields", "field"),
+    [("a", {"n": 2}, "n"), (["a", "b"], {}, "prompt"), (["a"], {}, "prompt"), ([[1], [2]], {}, "prompt")],
+)
+def test_what_has_several_answers_is_not_sent(prompt, fields, field):
+    with Client("http://127.0.0.1:1") as client:  # nobody is there
+        for ask in (client.complete, client.stream):
+            with pytest.raises(InvalidRequest, match="one answer") as refused:
+                ask(prompt, **fields)
+            assert refused.value.field == field
+
+
 def text_of(lines):
     """What an event stream says."""
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
