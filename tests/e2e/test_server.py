@@ -137,6 +137,18 @@ def test_stops_echo_logprobs_and_penalties(client):
     assert set(penalised) == {"A", "B"}
 
 
+def test_likely_tokens_that_are_parts_of_characters_are_told_apart(client):
+    """The model's tokens are bytes, half of which are not text."""
+    made = client.completions.create(model="tiny", prompt="abc", max_tokens=12, seed=5, temperature=5, logprobs=100)
+    counted = made.choices[0].logprobs
+    for token, value, top in zip(counted.tokens, counted.token_logprobs, counted.top_logprobs, strict=True):
+        assert top[token] == value  # likely or not
+        assert len(top) == 100 + (value < sorted(top.values())[-100])
+    assert any(token.startswith("bytes:\\x") for token in counted.top_logprobs[0])
+    alone = client.completions.create(model="tiny", prompt="abc", max_tokens=2, temperature=0, logprobs=0).choices[0]
+    assert [[*top] for top in alone.logprobs.top_logprobs] == [[token] for token in alone.logprobs.tokens]
+
+
 def test_responses_remember_what_was_said(client, server):
     first = client.responses.create(model="tiny", input="My name is Ada.", max_output_tokens=9, temperature=0)
     second = client.responses.create(

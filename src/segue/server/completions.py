@@ -129,17 +129,30 @@ class Format:
         return choice
 
     def _logprobs(self, piece: Piece) -> dict[str, list[Any]]:
-        text_of = self._service.token_text
         start = self._lengths.get(piece.choice, 0)
-        tokens = [text_of(token) for token in piece.tokens]
         offsets = []
-        for text in tokens:
+        for token in piece.tokens:
             offsets.append(start)
-            start += len(text)
+            start += len(self._service.token_text(token))
         self._lengths[piece.choice] = start
         return {
-            "tokens": tokens,
+            "tokens": [self._spelled(token) for token in piece.tokens],
             "token_logprobs": [value for _, value, _ in piece.logprobs],
-            "top_logprobs": [{text_of(token): value for token, value in top} for _, _, top in piece.logprobs],
+            "top_logprobs": [self._top([*top, (token, value)]) for token, value, top in piece.logprobs],
             "text_offset": offsets,
         }
+
+    def _top(self, entries: list[tuple[int, float]]) -> dict[str, float]:
+        """Of tokens that are spelled alike, the first, which is the likeliest."""
+        found: dict[str, float] = {}
+        for token, value in entries:
+            found.setdefault(self._spelled(token), value)
+        return found
+
+    def _spelled(self, token: int) -> str:
+        """Part of a character is written as OpenAI did, since all of these would be the same text."""
+        data = self._service.model.tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
