@@ -22,6 +22,14 @@ max_concurrent = 2
 name = "slow"
 key = "key-of-the-slow-one"
 requests_per_minute = 6
+
+[[tenant]]
+name = "{"x" * 127}1"
+key = "key-of-a-long-name"
+
+[[tenant]]
+name = "{"é" * 127}2"
+key = "key-of-a-longer-name"
 """
 
 
@@ -90,6 +98,13 @@ def test_another_tenants_state_is_as_unknown_as_one_that_never_was(server):
     assert server.get(f"/v1/states/{state}", key=A)[0] == 200
     assert server.post("/v1/completions", {"continuation_of": state, "max_tokens": 2}, key=A)[0] == 200
     assert server.get(f"/v1/states/{state}?cache_salt=other", key=A)[0] == 404
+
+
+def test_a_tenant_with_a_long_name_saves_states_too(server):
+    for key in ("key-of-a-long-name", "key-of-a-longer-name"):
+        state = complete(server, key)[2]["id"]
+        assert server.post(f"/v1/states/save/{state}", {"name": key}, key=key)[0] == 200
+        assert [entry["name"] for entry in server.get("/v1/states/saved", key=key)[2]["data"]] == [key]
 
 
 def test_saved_states_are_the_tenants_own(server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from segue.server.tracing import current_span
 from segue.state.store import StateStore
 
 _RESTORED_SECONDS = 60.0  # a state brought back from disk is held so long: enough to be continued
+_LONG_NAME = 124  # bytes of a tenant's name; as hexadecimal digits, more would not fit into a file's name
 _LONG_TEXT = 20_000  # characters that are worth a thread of their own to tokenise
 
 
@@ -213,7 +215,15 @@ class Service:
         """A tenant's saved states; a folder of its own, since names are its own."""
         if self.state_dir is None:
             raise InvalidRequest("name", "this server saves no states: start it with --state-dir")
-        return StateStore(self.state_dir / (f"tenant-{gate.tenant.name.encode().hex()}" if gate.tenant.name else "all"))
+        return StateStore(self.state_dir / _folder(gate.tenant.name))
+
+
+def _folder(tenant: str) -> str:
+    """A name that any file system takes: a long one by its digest, which no short one is written like."""
+    if not tenant:
+        return "all"
+    name = tenant.encode()
+    return f"tenant-{name.hex()}" if len(name) <= _LONG_NAME else f"tenant-sha256-{hashlib.sha256(name).hexdigest()}"
 
 
 def _check_unicode(text: str) -> None:
