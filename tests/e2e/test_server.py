@@ -395,6 +395,23 @@ def test_unknown_parents_are_404_and_streams_too(server):
     assert server.post("/v1/states/hold/none")[0] == 404
 
 
+def test_the_log_says_whom_a_request_was_for(server):
+    """In one line, whatever a name has in it."""
+    asked = [
+        ("completions", {"prompt": "x", "max_tokens": 1}),
+        ("chat/completions", {"messages": HELLO, "max_tokens": 1}),
+        ("responses", {"input": "x", "max_output_tokens": 1}),
+        ("recommend", {"prompt": "x", "beam": {"max_tokens": 1, "width": 1}}),
+    ]
+    for path, body in asked:
+        user = f"Ada of\n{path}\x1b[2J\u2028"
+        _, headers, _ = server.post(f"/v1/{path}", body | {"user": user})
+        request_id = headers["x-request-id"]
+        server.wait_until(lambda request_id=request_id: request_id in server.log())
+        [line] = [line for line in server.log().split("\n") if request_id in line]
+        assert line.isprintable() and json.loads(line[line.index("{") :])["user"] == user
+
+
 def test_metrics_say_what_happened(server):
     before = {name: server.metric(name) or 0 for name in ("prompt_tokens_total", "prefilled_tokens_total")}
     hits = server.metric("prefix_hit_tokens_total", source="lease") or 0

@@ -46,6 +46,7 @@ def chat(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def complete(body: ChatBody, request: Request) -> Response:
         gate: Gate = request.state.gate
+        request.state.user = body.user
         service.check_model(body.model)
         answer_id = new_id("chatcmpl")
         with body.naming():

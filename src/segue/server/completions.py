@@ -26,6 +26,7 @@ def completions(service: Service) -> APIRouter:
     @router.post("/v1/completions")
     async def complete(body: CompletionBody, request: Request) -> Response:
         gate: Gate = request.state.gate
+        request.state.user = body.user
         service.check_model(body.model)
         answer_id = new_id("cmpl")
         with body.naming():

@@ -136,10 +136,12 @@ class _Passage:
 
     def log(self) -> None:
         if _log.isEnabledFor(logging.INFO):
-            gate = self._scope.get("state", {}).get("gate")
+            state = self._scope.get("state", {})
+            gate = state.get("gate")
             entry = {
                 "request_id": self._request_id,
                 "tenant": gate.tenant.name if gate is not None else None,
+                "user": state.get("user"),  # as the body says, if a route has read one
                 "method": self._scope["method"],
                 "path": self._scope["path"][:200],
                 "status": self._status,

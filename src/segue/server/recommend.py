@@ -25,6 +25,7 @@ def recommend(service: Service) -> APIRouter:
     @router.post("/v1/recommend")
     async def find(body: RecommendBody, request: Request) -> Response:
         gate: Gate = request.state.gate
+        request.state.user = body.user
         service.check_model(body.model)
         answer_id = new_id("rec")
         with body.naming():

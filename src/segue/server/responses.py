@@ -59,7 +59,7 @@ class ResponsesBody(StateFields):
     text: TextOptions | None = None
     truncation: Literal["disabled"] | None = None
     metadata: Annotated[dict[str, str] | None, at_most(16)] = Field(None, max_length=16)
-    user: str | None = Field(None, max_length=256)
+    user: str | None = Field(None, description="who it is for; appears in the log", max_length=256)
 
     @model_validator(mode="after")
     def _check_parent(self) -> ResponsesBody:
@@ -74,6 +74,7 @@ def responses(service: Service) -> APIRouter:
     @router.post("/v1/responses")
     async def respond(body: ResponsesBody, request: Request) -> Response:
         gate: Gate = request.state.gate
+        request.state.user = body.user
         service.check_model(body.model)
         answer_id = new_id("resp")
         with body.naming():
