@@ -467,6 +467,10 @@ class TokenizeBody(Body):
     def _check_input(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("prompt: give a prompt or messages, one of them")
+        if self.messages is not None and "add_special_tokens" in self.model_fields_set:
+            raise ValueError("add_special_tokens: is for a prompt: the chat template writes those of messages itself")
+        if self.prompt is not None and "add_generation_prompt" in self.model_fields_set:
+            raise ValueError("add_generation_prompt: is for messages: a prompt goes through no template")
         return self
 
 

@@ -61,6 +61,8 @@ def test_a_body_that_is_wrong_in_many_places_is_refused_for_a_few(kind, body):
         (CompletionBody, {"prompt": "x", "str": 1}, "str: is not a field of this request"),
         (CompletionBody, {"prompt": "x", "stream_options": {"int": 1}}, "stream_options.int: is not a field"),
         (ChatBody, {"messages": [HELLO, {"role": "user", "content": [1]}]}, "messages.1.content.0: input should be"),
+        (TokenizeBody, {"messages": [HELLO], "add_special_tokens": False}, "add_special_tokens: is for a prompt"),
+        (TokenizeBody, {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt: is for messages"),
         (ForkBody, {"at": True}, "at: input should be a valid integer"),
         (ForkBody, {"at": "then"}, "at: input should be"),
     ],
