@@ -23,7 +23,7 @@ from segue.engine.wire import receive_request, send_request, stream_back
 if TYPE_CHECKING:
     from segue.model.engine import Engine
 
-_NOT_OF_THE_ENGINE = {"run", "what", "processes", "join", "max_tokens"}
+_NOT_OF_THE_ENGINE = {"run", "words", "what", "processes", "join", "max_tokens"}
 _WORTH_MOVING = 5 * 2**19  # bytes of KV that the prompts have in common, so that it is several chunks
 _START_SECONDS = 300.0
 _IDLE_SECONDS = 600.0
