@@ -580,7 +580,7 @@ def test_searches_are_carried_to_their_ends(recording):
 
 @pytest.fixture
 def rows_apart(monkeypatch):
-    """The interpreter's products are numpy's. On some processors a row's bits depend there on which row of its tile it is, as on a
+    """The interpreter's products are numpy's. On some processors a row's bits depend there on which row of its tile it is; on a
     device they do not."""
 
     def one_order(a, b, dtype):

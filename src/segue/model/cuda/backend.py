@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,17 +11,9 @@ from torch import Tensor
 
 from segue.model.backend import Layer
 from segue.model.batch import Batch
-from segue.model.cuda import attention, kernels
+from segue.model.cuda import attention, kernels, products
 from segue.model.spec import ModelSpec
 from segue.model.torch_backend import TorchBackend
-
-try:
-    from segue.model.cuda import few_rows
-except (ImportError, AttributeError):  # Gluon is experimental: with another than we know, few rows are done as many are
-    few_rows = None  # type: ignore[assignment]
-
-if TYPE_CHECKING:
-    from segue.model.cuda.few_rows import FewRows
 
 FEW_ROWS = 256  # of logits, that all recorded steps write to the same memory
 _MOST_LANES = 128  # query heads times rows, of a group's piece
@@ -83,14 +75,12 @@ class CudaBackend(TorchBackend):
         super().__init__(spec, dtype, device, max_len)
         self.exact = exact
         self.kv_dtype = kv_dtype or dtype
-        self._product = _exact_product if exact else F.linear
         self.few_logits: Tensor | None = None  # where those of up to FEW_ROWS rows are, once there were any
         self.group_rows = max(_MOST_LANES // (spec.num_heads // spec.num_kv_heads), 1)
         self.tile_rows = 32 if dtype == torch.float32 else 64 if exact or spec.head_dim > 128 else 128
         units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self._programs = max(2 * units // spec.num_kv_heads, 1)
-        self._few = few_rows.most_rows(spec, dtype, device) if few_rows is not None and not exact else 0
-        self._few_rows = few_rows.FewRows(spec, device) if self._few else None
+        self._products = products.products_for(spec, dtype, device) if not exact else None
 
     def linear(self, x: Tensor, matrix: Tensor, bias: Tensor | None, into: str) -> Tensor:
         """Logits of a few rows always go to the same memory."""
@@ -109,8 +99,6 @@ class CudaBackend(TorchBackend):
     def _run_layers(
         self, layers: Sequence[Layer], norms: Sequence[Tensor], x: Tensor, residual: Tensor, batch: Batch, kv: Tensor
     ) -> Tensor:
-        if self._few_rows is not None and len(x) <= self._few:
-            return self._run_few(self._few_rows, layers, norms, x, residual, batch, kv)
         spec, eps = self._spec, self._spec.rms_eps
         q = torch.empty(len(x), spec.num_heads, spec.head_dim, dtype=self._dtype, device=self.device)
         out = torch.empty_like(q)
@@ -122,38 +110,25 @@ class CudaBackend(TorchBackend):
                 mixed, residual = mixed[batch.sample_rows], residual[batch.sample_rows]
                 x = torch.empty_like(residual)
             kernels.add_norm(self._product(mixed, layer.o, layer.o_bias), residual, layer.post_norm, eps, x)
-            pair = self._product(x, layer.gate_up, None)
-            gated = torch.empty(len(pair), pair.shape[1] // 2, dtype=self._dtype, device=self.device)
-            kernels.gate(pair, gated)
-            kernels.add_norm(self._product(gated, layer.down, None), residual, norm, eps, x)
+            kernels.add_norm(self._product(self._gated(x, layer.gate_up), layer.down, None), residual, norm, eps, x)
         return x
 
-    def _run_few(
-        self,
-        between: FewRows,
-        layers: Sequence[Layer],
-        norms: Sequence[Tensor],
-        x: Tensor,
-        residual: Tensor,
-        batch: Batch,
-        kv: Tensor,
-    ) -> Tensor:
-        spec = self._spec
-        q = torch.empty(len(x), spec.num_heads, spec.head_dim, dtype=self._dtype, device=self.device)
-        out = torch.empty_like(q)
-        gated = torch.empty(len(x), spec.intermediate_size, dtype=self._dtype, device=self.device)
-        qkv = self._product(x, layers[0].qkv, layers[0].qkv_bias)
-        following: Sequence[Layer | None] = (*layers[1:], None)
-        for number, (layer, after, norm, (k_cache, v_cache)) in enumerate(
-            zip(layers, following, norms, kv, strict=True)
-        ):
-            self._attend(layer, qkv, q, batch, k_cache, v_cache, out)
-            next_qkv, next_bias = (after.qkv, after.qkv_bias) if after is not None else (None, None)
-            matrices = few_rows.Matrices(
-                layer.o, layer.gate_up, layer.down, next_qkv, layer.o_bias, next_bias, layer.post_norm, norm
-            )
-            between.run(number, matrices, out.view(len(out), -1), residual, gated, qkv)
-        return self.rms_norm(residual[batch.sample_rows], norms[-1], spec.rms_eps, "")
+    def _product(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        if self.exact:
+            out = torch.empty(len(x), len(matrix), dtype=x.dtype, device=x.device)
+            return kernels.product(x, matrix, bias, out)
+        if self._products is not None and len(x) <= products.MOST_ROWS:
+            return self._products.product(x, matrix, bias)
+        return F.linear(x, matrix, bias)
+
+    def _gated(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        """silu of what comes of the first matrix, times what comes of the second."""
+        if self._products is not None and len(x) <= products.MOST_ROWS:
+            return self._products.gated(x, gate_up)
+        pair = self._product(x, gate_up, None)
+        gated = torch.empty(len(pair), pair.shape[1] // 2, dtype=self._dtype, device=self.device)
+        kernels.gate(pair, gated)
+        return gated
 
     def _attend(
         self, layer: Layer, qkv: Tensor, q: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, out: Tensor
@@ -209,7 +184,3 @@ class CudaBackend(TorchBackend):
             attention.attend_tiles(
                 q, k_cache, v_cache, step.tables, *step.tiles, out, scale=scale, window=window, rows=self.tile_rows
             )
-
-
-def _exact_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return kernels.product(x, weight, bias, torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device))

@@ -1,0 +1,179 @@
+// What a kernel says to a Hopper processor: barriers in shared memory, copies by the tensor memory accelerator, products by
+// warpgroups. Addresses in shared memory are numbers of 32 bits.
+//
+// tests/cuda has the same words for a CPU, where each thread is a fiber, so that a kernel can be tested without a device.
+
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+#define GIVEN const __grid_constant__
+#define DEVICE __device__ __forceinline__
+
+// Who I am
+
+DEVICE int my_thread() { return int(threadIdx.x); }
+DEVICE int my_program() { return int(blockIdx.x); }
+DEVICE u32 my_rank() {  // in my cluster
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Shared memory
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+DEVICE u32 shared_begin() { return u32(__cvta_generic_to_shared(shared_memory)); }
+DEVICE float shared_float(u32 at) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(at) : "memory");
+    return value;
+}
+DEVICE u32 of_rank(u32 at, u32 rank) {  // the same place in another program of the cluster
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+
+// Global memory
+
+DEVICE uint2 load_pair(const void* from) { return *reinterpret_cast<const uint2*>(from); }
+DEVICE void store_pair(void* to, uint2 value) { *reinterpret_cast<uint2*>(to) = value; }
+
+// Kernels that begin early
+
+DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Threads together
+
+DEVICE void meet_warp() { __syncwarp(); }
+DEVICE void meet_threads(int name, int count) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(count) : "memory"); }
+DEVICE void arrive_threads(int name, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(count) : "memory"); }
+DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// Barriers in shared memory: a phase ends when all have arrived and all bytes that were announced have come
+
+DEVICE void make_barrier(u32 at, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory"); }
+DEVICE void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+DEVICE void arrive_expecting(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+DEVICE void wait_for(u32 barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+
+// Copies: boxes of a tensor, as its map says; their bytes count for a barrier
+
+constexpr u64 READ_ONCE = 0x12F0000000000000ull;  // these lines leave the second cache first
+DEVICE void copy_weights(u32 to, const TensorMap* map, int group, int depth, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %3, %3, %4, "
+        "%5}], [%2], %6;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(0), "r"(group), "r"(depth), "l"(READ_ONCE)
+        : "memory");
+}
+
+DEVICE void copy_rows(u32 to, const TensorMap* map, int depth, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %4}], [%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(0), "r"(depth)
+        : "memory");
+}
+
+DEVICE void send_four(u32 to_of_rank, const float* values, u32 barrier_of_rank) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to_of_rank),
+                 "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier_of_rank)
+                 : "memory");
+}
+
+// Products of a warpgroup: 64 columns times 8, 16, 32 or 64 rows, 16 deep. Both sides lie in shared memory as copies with a
+// swizzle of 128 bytes put them there, 64 deep.
+
+DEVICE u64 operand(u32 at) { return (u64(1) << 62) | (u64(64) << 32) | (u64(1) << 16) | ((at & 0x3ffff) >> 4); }
+constexpr u64 NEXT_SIXTEEN = 2;  // of an operand: 32 bytes on
+DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int OPEN>
+DEVICE void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(OPEN) : "memory");
+}
+
+#if IS_FP16
+#define ELEMENT "f16"
+#else
+#define ELEMENT "bf16"
+#endif
+
+template <int N>
+DEVICE void multiply_add(float (&sums)[N / 2], u64 columns, u64 rows);
+
+template <>
+DEVICE void multiply_add<8>(float (&d)[4], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." ELEMENT "." ELEMENT
+                 " {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "l"(a), "l"(b));
+}
+template <>
+DEVICE void multiply_add<16>(float (&d)[8], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." ELEMENT "." ELEMENT
+                 " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 0, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+                 : "l"(a), "l"(b));
+}
+template <>
+DEVICE void multiply_add<32>(float (&d)[16], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." ELEMENT "." ELEMENT
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, 1, 1, 1, 0, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+                   "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+                 : "l"(a), "l"(b));
+}
+template <>
+DEVICE void multiply_add<64>(float (&d)[32], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+                 "%24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, 1, 1, 1, 0, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+                   "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+                   "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+                   "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+                 : "l"(a), "l"(b));
+}
+
+// Two numbers of 16 bits in 32, the first one lower
+
+DEVICE u32 packed(float low, float high) {
+    u32 both;
+    asm("cvt.rn." ELEMENT "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+#if IS_FP16
+DEVICE float half_of(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+#else
+DEVICE float half_of(u16 bits) { return __uint_as_float(u32(bits) << 16); }
+#endif
+DEVICE float low_of(u32 both) { return half_of(u16(both)); }
+DEVICE float high_of(u32 both) { return half_of(u16(both >> 16)); }
+DEVICE float exponential(float x) { return __expf(x); }

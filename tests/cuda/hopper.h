@@ -1,0 +1,332 @@
+// The words of src/segue/model/cuda/hopper.h for a CPU: each thread of a kernel is a fiber, in an order drawn at random.
+//
+// What a device does some time later is done some time later here too: copies, and what is sent, arrive when the dice say so, and
+// products read their operands when somebody waits for them. So memory that is given back too early, read too early or waited for in a
+// circle shows, as it would on a device with bad luck.
+
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <vector>
+
+using u16 = uint16_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+struct uint2 {
+    u32 x, y;
+};
+struct uint4 {
+    u32 x, y, z, w;
+};
+
+struct alignas(64) TensorMap {  // the first dimension has a stride of one element
+    const u16* base;
+    u64 sizes[5], strides[5];  // in bytes
+    u32 box[5], dimensions;
+};
+
+#define KERNEL(threads) static void
+#define GIVEN const
+#define DEVICE inline
+
+namespace device {
+
+constexpr size_t SHARED = 227 * 1024, STACK = 128 * 1024;
+
+struct Barrier {
+    long count, pending, bytes = 0;
+    u32 phase = 0;
+    void arrived(long bytes_expected) { pending--, bytes += bytes_expected, settle(); }
+    void came(long some) { bytes -= some, settle(); }
+    void settle() {
+        if (pending == 0 && bytes == 0) phase++, pending = count;
+    }
+};
+
+struct Meeting {
+    int here = 0, round = 0;
+};
+
+struct Block {
+    std::vector<unsigned char> memory = std::vector<unsigned char>(SHARED, 0xff);  // not numbers
+    std::map<u32, Barrier> barriers;
+    std::map<int, Meeting> meetings;
+};
+
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    int block, thread;
+    bool done = false;
+    std::function<bool()> ready;
+    std::vector<std::function<void()>> products;               // since the last commit
+    std::deque<std::vector<std::function<void()>>> committed;  // not yet carried out
+};
+
+inline std::vector<Block> blocks;
+inline std::vector<std::unique_ptr<Fiber>> fibers;
+inline std::vector<std::function<void()>> under_way;  // copies
+inline int ranks, threads;  // programs of a cluster, threads of a program
+inline std::map<int, Meeting> clusters;
+inline Fiber* me;
+inline ucontext_t scheduler;
+inline std::mt19937 dice;
+
+inline void fail(const char* what) {
+    fprintf(stderr, "emulated device: %s\n", what);
+    abort();
+}
+
+inline void wait_until(std::function<bool()> ready) {
+    if (ready() && dice() % 4) return;
+    me->ready = std::move(ready);
+    swapcontext(&me->context, &scheduler);
+}
+
+inline Block& block() { return blocks[me->block]; }
+
+
+// Addresses in shared memory of a cluster: one more than the rank in the highest bits, or nothing for one's own.
+inline Block& block_at(u32 at) { return at >> 28 ? blocks[me->block / ranks * ranks + (at >> 28) - 1] : block(); }
+inline unsigned char* memory(Block& block, u32 at, size_t size) {
+    at &= 0xfffffff;
+    if (at + size > SHARED) fail("outside of shared memory");
+    return block.memory.data() + at;
+}
+
+inline void arrive_at(Meeting& meeting, int count) {
+    if (++meeting.here == count) meeting.here = 0, meeting.round++;
+}
+inline void meet(Meeting& meeting, int count) {
+    const int round = meeting.round;
+    arrive_at(meeting, count);
+    wait_until([&meeting, round] { return meeting.round != round; });
+}
+
+inline void meet_warp() { meet(block().meetings[100 + me->thread / 32], 32); }
+
+inline u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
+
+inline void copy_box(u32 to, const TensorMap& map, std::vector<u64> begin, u32 barrier) {
+    if (to % 1024) fail("a swizzled copy to where no pattern begins");
+    Block& here = block();
+    under_way.push_back([=, &here, &map] {
+        u64 at[5], total = 1, bytes = 0;
+        for (u32 axis = 0; axis < map.dimensions; axis++) total *= map.box[axis];
+        for (u64 number = 0; number < total; number++, bytes += 2) {
+            u64 left = number;
+            bool inside = true;
+            const char* from = reinterpret_cast<const char*>(map.base);
+            for (u32 axis = 0; axis < map.dimensions; axis++) {
+                at[axis] = begin[axis] + left % map.box[axis], left /= map.box[axis];
+                inside &= at[axis] < map.sizes[axis];
+                from += at[axis] * (axis ? map.strides[axis] : 2);
+            }
+            u16 value = 0;
+            if (inside) memcpy(&value, from, 2);
+            memcpy(memory(here, swizzled(to + u32(bytes)), 2), &value, 2);
+        }
+        here.barriers.at(barrier).came(long(bytes));
+    });
+}
+
+inline std::function<void()> kernel;
+inline void entry() {
+    kernel();
+    me->done = true;
+    swapcontext(&me->context, &scheduler);
+}
+
+// One launch. False if all that is left waits for something that never comes.
+inline bool run(std::function<void()> what, int num_programs, int num_threads, int cluster, u32 seed) {
+    kernel = std::move(what);
+    dice.seed(seed);
+    ranks = cluster, threads = num_threads;
+    clusters.clear();
+    blocks = std::vector<Block>(num_programs);
+    fibers.clear();
+    under_way.clear();
+    for (int number = 0; number < int(blocks.size()) * threads; number++) {
+        auto fiber = std::make_unique<Fiber>();
+        fiber->stack.reset(new char[STACK]);
+        fiber->block = number / threads, fiber->thread = number % threads;
+        getcontext(&fiber->context);
+        fiber->context.uc_stack.ss_sp = fiber->stack.get(), fiber->context.uc_stack.ss_size = STACK;
+        makecontext(&fiber->context, entry, 0);
+        fibers.push_back(std::move(fiber));
+    }
+    const u32 slow = 1 << dice() % 6;  // some devices take their time
+    std::vector<Fiber*> order;
+    for (auto& fiber : fibers) order.push_back(fiber.get());
+    while (!order.empty()) {
+        bool moved = false;
+        std::shuffle(order.begin(), order.end(), dice);
+        for (Fiber* fiber : order) {
+            if (fiber->ready && !fiber->ready()) continue;
+            fiber->ready = nullptr, me = fiber, moved = true;
+            swapcontext(&scheduler, &fiber->context);
+        }
+        std::erase_if(order, [](Fiber* fiber) { return fiber->done; });
+        std::vector<std::function<void()>> later;
+        std::shuffle(under_way.begin(), under_way.end(), dice);
+        for (auto& each : under_way) {
+            if (dice() % slow == 0)
+                each();
+            else
+                later.push_back(each);
+        }
+        moved |= !under_way.empty();
+        under_way = std::move(later);
+        if (!moved && !order.empty()) return false;
+    }
+    return under_way.empty();
+}
+
+inline float to_float(u16 bits) {
+#if IS_FP16
+    _Float16 half;
+    memcpy(&half, &bits, 2);
+    return float(half);
+#else
+    const u32 wide = u32(bits) << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+#endif
+}
+
+inline u16 to_half(float value) {
+#if IS_FP16
+    const _Float16 half = _Float16(value);
+    u16 bits;
+    memcpy(&bits, &half, 2);
+    return bits;
+#else
+    u32 wide;
+    memcpy(&wide, &value, 4);
+    if (std::isnan(value)) return u16(0x7fff);
+    return u16((wide + 0x7fff + (wide >> 16 & 1)) >> 16);
+#endif
+}
+
+}  // namespace device
+
+// Who I am
+
+inline int my_thread() { return device::me->thread; }
+inline int my_program() { return device::me->block; }
+inline u32 my_rank() { return device::me->block % device::ranks; }
+
+// Memory
+
+inline u32 shared_begin() { return 0; }
+inline float shared_float(u32 at) {
+    float value;
+    memcpy(&value, device::memory(device::block(), at, 4), 4);
+    return value;
+}
+inline u32 of_rank(u32 at, u32 rank) { return at | (rank + 1) << 28; }
+template <class T>
+inline T loaded(const void* from) {
+    if (reinterpret_cast<uintptr_t>(from) % sizeof(T)) device::fail("an unaligned load");
+    T value;
+    memcpy(&value, from, sizeof(T));
+    return value;
+}
+inline uint2 load_pair(const void* from) { return loaded<uint2>(from); }
+inline void store_pair(void* to, uint2 value) { memcpy(to, &value, 8); }
+inline void wait_for_kernel_before() {}
+inline void let_next_kernel_begin() {}
+
+// Threads together
+
+inline void meet_warp() { device::meet_warp(); }
+inline void meet_threads(int name, int count) { device::meet(device::block().meetings[name], count); }
+inline void arrive_threads(int name, int count) { device::arrive_at(device::block().meetings[name], count); }
+inline void arrive_at_cluster() { device::arrive_at(device::clusters[device::me->block / device::ranks], device::ranks * device::threads); }
+inline void wait_for_cluster() {
+    auto& meeting = device::clusters[device::me->block / device::ranks];
+    device::wait_until([&meeting] { return meeting.round > 0; });
+}
+
+// Barriers
+
+inline void make_barrier(u32 at, u32 count) { device::block().barriers[at] = {long(count), long(count)}; }
+inline void fence_barriers() {}
+inline device::Barrier& barrier_at(u32 at) { return device::block_at(at).barriers.at(at & 0xfffffff); }
+inline void arrive(u32 barrier) { barrier_at(barrier).arrived(0); }
+inline void arrive_expecting(u32 barrier, u32 bytes) { barrier_at(barrier).arrived(bytes); }
+inline void wait_for(u32 barrier, u32 parity) {
+    device::Barrier& here = barrier_at(barrier);
+    device::wait_until([&here, parity] { return (here.phase & 1) != parity; });
+}
+
+// Copies
+
+inline void copy_weights(u32 to, const TensorMap* map, int group, int depth, u32 barrier) {
+    device::copy_box(to, *map, {0, 0, 0, u64(group), u64(depth)}, barrier);
+}
+
+inline void copy_rows(u32 to, const TensorMap* map, int depth, u32 barrier) { device::copy_box(to, *map, {0, 0, u64(depth)}, barrier); }
+
+inline void send_four(u32 to, const float* values, u32 barrier) {
+    device::Block& there = device::block_at(to);
+    device::Barrier& counts = barrier_at(barrier);
+    const std::vector<float> four(values, values + 4);
+    device::under_way.push_back([&there, &counts, to, four] {
+        memcpy(device::memory(there, to, 16), four.data(), 16);
+        counts.came(16);
+    });
+}
+
+// Products
+
+inline u64 operand(u32 at) { return at >> 4; }
+constexpr u64 NEXT_SIXTEEN = 2;
+inline void products_begin() { device::meet_warp(); }
+inline void products_commit() {
+    device::me->committed.push_back(std::move(device::me->products));
+    device::me->products.clear();
+}
+template <int OPEN>
+inline void products_wait() {
+    device::meet_warp();
+    auto& committed = device::me->committed;
+    for (; committed.size() > OPEN; committed.pop_front())
+        for (auto& each : committed.front()) each();
+    device::meet_warp();
+}
+template <int N>
+inline void multiply_add(float (&sums)[N / 2], u64 columns, u64 rows) {
+    device::Block& here = device::block();
+    const int lane = my_thread() % 32, warp = my_thread() / 32 % 4;
+    device::me->products.push_back([=, &here, &sums] {
+        const auto element = [&here](u64 begin, int line, int depth) {
+            const u32 at = device::swizzled(u32(begin << 4) + line / 8 * 1024 + line % 8 * 128 + depth * 2);
+            u16 bits;
+            memcpy(&bits, device::memory(here, at, 2), 2);
+            return device::to_float(bits);
+        };
+        for (int number = 0; number < N / 2; number++) {
+            const int column = warp * 16 + lane / 4 + number % 4 / 2 * 8, row = number / 4 * 8 + lane % 4 * 2 + number % 2;
+            for (int depth = 0; depth < 16; depth++) sums[number] += element(columns, column, depth) * element(rows, row, depth);
+        }
+    });
+}
+
+inline u32 packed(float low, float high) { return device::to_half(low) | u32(device::to_half(high)) << 16; }
+inline float low_of(u32 both) { return device::to_float(u16(both)); }
+inline float high_of(u32 both) { return device::to_float(u16(both >> 16)); }
+inline float exponential(float x) { return std::exp(x); }
