@@ -111,6 +111,8 @@ class Products:
         return self._run(x, matrix, None, torch.empty(len(x), len(matrix) // 2, dtype=self._dtype, device=self._device))
 
     def _run(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        if len(x) == 0:  # of a chunk that nobody samples from
+            return out
         is_pair = len(matrix) > out.shape[1]
         plan = layout(len(x), len(matrix), x.shape[1], is_pair=is_pair, units=self._units)
         weights, rows = weights_boxes(matrix, is_pair=is_pair), rows_boxes(x, plan.kind.rows)
