@@ -441,6 +441,8 @@ DRAWN = [
     SamplingParams(temperature=0.7, top_p=0.9),
     SamplingParams(temperature=1.5, top_k=30, top_p=0.8, min_p=0.05),
     SamplingParams(temperature=1e-200, top_p=0.3),
+    SamplingParams(temperature=1.2, top_k=2, top_p=0.9),  # so that parts have nothing among the best
+    SamplingParams(temperature=3.0, top_k=1),
     SamplingParams(temperature=1.0, top_k=9999, min_p=0.3),
 ]
 

@@ -83,6 +83,14 @@ def _largest_of(tops, row, PARTS: tl.constexpr):
     return tl.max(tl.load(tops + row * PARTS + tl.arange(0, PARTS)), 0)
 
 
+@triton.jit
+def _is_left(tops, draws, row, part, PARTS: tl.constexpr):
+    """Whether top-k may leave something of a part: not if so many parts have something larger than all that it has."""
+    best, own = tl.load(tops + row * PARTS + tl.arange(0, PARTS)), tl.load(tops + row * PARTS + part)
+    most = _top_k(draws, row)
+    return (most <= 0) | (tl.sum((best > own).to(tl.int32), 0) < most)
+
+
 @triton.jit(do_not_specialize=["below"])
 def _sum_digits(
     logits, tops, draws, cuts, masses, counts, vocab, each, below,
@@ -95,10 +103,10 @@ def _sum_digits(
     if _is_cut(draws, row, BY_COUNT):
         out = row * _VALUES * PARTS + part
         above = 0
-        is_there = True
+        is_there = _is_left(tops, draws, row, part, PARTS)
         if not IS_FIRST:
             above = tl.load(cuts + row * 3).to(tl.uint32, bitcast=True)
-            is_there = (_keys(tl.load(tops + row * PARTS + part), SHIFT) >> below >> _DIGIT) >= above
+            is_there = is_there & ((_keys(tl.load(tops + row * PARTS + part), SHIFT) >> below >> _DIGIT) >= above)
         if is_there:
             found, _, here = _part(logits, row, part, each, vocab, BLOCK)
             digits = _keys(found, SHIFT) >> below
@@ -190,12 +198,16 @@ def _sum_parts(
     part = tl.program_id(1)
     scale = _option(draws, row, 0)
     if scale > 0.0:
-        cut, _ = _cut(draws, cuts, row)
-        found, _, here = _part(logits, row, part, each, vocab, BLOCK)
-        key, weight = _keys(found, SHIFT), _weights(found, _largest_of(tops, row, PARTS), scale)
-        here = here & (weight >= (_option(draws, row, 2) * _UNIT).to(tl.int64))
-        tl.store(masses + row * PARTS + part, tl.sum(tl.where(here & (key > cut), weight, 0), 0))
-        tl.store(ties + row * PARTS + part, tl.sum((here & (key == cut)).to(tl.int32), 0))
+        mass, equal = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
+        if _is_left(tops, draws, row, part, PARTS):
+            cut, _ = _cut(draws, cuts, row)
+            found, _, here = _part(logits, row, part, each, vocab, BLOCK)
+            key, weight = _keys(found, SHIFT), _weights(found, _largest_of(tops, row, PARTS), scale)
+            here = here & (weight >= (_option(draws, row, 2) * _UNIT).to(tl.int64))
+            mass = tl.sum(tl.where(here & (key > cut), weight, 0), 0)
+            equal = tl.sum((here & (key == cut)).to(tl.int32), 0)
+        tl.store(masses + row * PARTS + part, mass)
+        tl.store(ties + row * PARTS + part, equal)
 
 
 @triton.jit
