@@ -111,6 +111,22 @@ def test_tokens_by_themselves_and_in_groups(heads, kv_heads, dim, size, window, 
     assert out[4].isnan().all()  # nobody's
 
 
+@given(st.integers(1, 5000), st.integers(1, 5000))
+def test_how_a_stretch_is_cut_can_be_fixed(mine, other):
+    """Then it follows from its own length; otherwise the only one is cut into more pieces. It is whole in either case."""
+    none = np.zeros(64, np.int32)
+    groups = [Group(0, 32, 0, mine), Group(32, 32, 1, other)]
+
+    def pieces(some, **options):
+        shared = plan_work(none, none, none, some, **options).shared
+        return [tuple(piece[3:5]) for piece in shared if piece[2] == 0]
+
+    assert pieces(groups[:1], fixed=True) == pieces(groups, fixed=True) == pieces(groups)
+    for cut in (pieces(groups), pieces(groups[:1])):
+        assert [begin for begin, _ in cut] == [0, *(end for _, end in cut[:-1])] and cut[-1][1] == mine
+    assert len(pieces(groups[:1])) >= len(pieces(groups))
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "size", "window", "dtype"), [SHAPES[0], SHAPES[2], (4, 2, 64, 16, 5, torch.float32)]
 )

@@ -90,7 +90,7 @@ def _of_many(rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: i
         ends[begin:end], tail_counts[begin:end] = 0, own.shape[1]
         groups.append(Group(begin, end - begin, at, step.num_shared))
         tails.append((begin, own))
-    work = plan_work(begins, ends, sequence, groups, group_rows)
+    work = plan_work(begins, ends, sequence, groups, group_rows, fixed=alone)
     return Inputs(
         tokens,
         positions,
@@ -234,7 +234,9 @@ _NO_TILES = np.zeros((0, TILE_FIELDS), np.int32)
 class BeamInputs:
     """Of the passes of searches that go to their ends together: what changes from one to the next is a few numbers."""
 
-    def __init__(self, rows: Sequence[Row], steps: Sequence[SearchStep], block_size: int, group_rows: int) -> None:
+    def __init__(
+        self, rows: Sequence[Row], steps: Sequence[SearchStep], block_size: int, group_rows: int, *, alone: bool
+    ) -> None:
         width, passes, total = steps[0].params.width, steps[0].passes, len(rows) * steps[0].params.width
         self._shared = np.repeat(np.array([step.num_shared for step in steps], np.int32), width)
         places = np.arange((passes - 1) * width).reshape(passes - 1, width)
@@ -248,7 +250,7 @@ class BeamInputs:
         self.slots: IntArray = slots.reshape(passes - 1, total)  # of each pass but the first
         groups = [Group(at * width, width, at, step.num_shared) for at, step in enumerate(steps)]
         none = np.zeros(total, np.int32)
-        work = plan_work(none, none, none, groups, group_rows)
+        work = plan_work(none, none, none, groups, group_rows, fixed=alone)
         self._same = Inputs(
             tokens=none,
             positions=none,

@@ -124,6 +124,10 @@ class CudaSteps:
     def group_rows(self) -> int:
         return self._backend.group_rows
 
+    @property
+    def is_exact(self) -> bool:
+        return self._backend.exact
+
     def run(
         self,
         rows: Sequence[Row],

@@ -7,7 +7,8 @@
 
 A context of more than 256 tokens is cut into pieces of 128, or into thirty-two where that would be more: by its own length
 alone, so that its sum is the same whatever else is in the step. Pieces that many rows share take longer to put together, so long
-stretches of these have fewer.
+stretches of these have fewer; and where but one group shares anything, most of the device would have none, so a short stretch has
+twice as many (unless they are to be `fixed`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 PIECE = 128
 SHARED_PIECE, MUCH_SHARED = 192, 1024  # of a shared stretch of more tokens than that
+ONLY_PIECE = 64  # of the only shared stretch, of fewer
 WHOLE = 256  # tokens that are not cut
 MOST_PIECES = 32  # of one stretch; a long one has longer pieces
 FIELDS = 6  # of a piece: first row, rows, table, begin, end, first result
@@ -60,9 +62,17 @@ def most_results(num_rows: int) -> int:
     return 2 * num_rows * MOST_PIECES
 
 
-def plan_work(begins: IntArray, ends: IntArray, tables: IntArray, groups: Sequence[Group] = (), most: int = 64) -> Work:
+def plan_work(
+    begins: IntArray,
+    ends: IntArray,
+    tables: IntArray,
+    groups: Sequence[Group] = (),
+    most: int = 64,
+    *,
+    fixed: bool = False,
+) -> Work:
     """Row i sees tokens `begins[i] … ends[i]-1` by itself, through table `tables[i]`, and those before with its group. A piece
-    has `most` rows at most."""
+    has `most` rows at most. `fixed`: how a stretch is cut does not depend on which others there are."""
     length = ends - begins
     each = piece_length(length)
     counts = -(-length // each)
@@ -79,20 +89,24 @@ def plan_work(begins: IntArray, ends: IntArray, tables: IntArray, groups: Sequen
     np.minimum(begin + each, ends[row], out=own[:, 4])
     if not groups:
         return Work(own, own[:0], number, starts)
-    shared, rows, results = _shared(groups, total, most)
+    shared, rows, results = _shared(groups, total, most, is_only=len(groups) == 1 and not fixed)
     rows, results = np.concatenate([rows, row]), np.concatenate([results, own[:, 5]])
     order = np.argsort(rows, kind="stable")
     starts = np.searchsorted(rows[order], np.arange(len(ends) + 1)).astype(np.int32)
     return Work(own, shared, results[order].astype(np.int32), starts)
 
 
-def _shared(groups: Sequence[Group], first_result: int, most: int) -> tuple[IntArray, IntArray, IntArray]:
+def _shared(
+    groups: Sequence[Group], first_result: int, most: int, *, is_only: bool
+) -> tuple[IntArray, IntArray, IntArray]:
     """The groups' pieces, and which rows their results are of."""
     pieces, rows, results = [], [], []
     for group in groups:
         each = int(piece_length(np.array([group.num_shared], np.int32))[0])
         if group.num_shared > MUCH_SHARED:
             each = max(each, SHARED_PIECE)
+        elif is_only and group.num_shared > WHOLE:
+            each = ONLY_PIECE
         for begin in range(0, group.num_shared, each):
             end = min(begin + each, group.num_shared)
             for first in range(group.first_row, group.first_row + group.num_rows, most):
