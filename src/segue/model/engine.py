@@ -286,6 +286,7 @@ def _backend(
                 loaded.spec, _TORCH_DTYPES[dtype], device, max_len, exact=options.exact, kv_dtype=kv_dtype
             )
             how = [dtype, *(["fp8 KV"] if kv_dtype else []), *(["exact"] if options.exact else [])]
+            how += [f"few rows by a library ({backend_here.missing})"] if backend_here.missing else []
             return backend_here, f"Triton kernels on {device}, {', '.join(how)}"
         reason = missing
     if options.exact:

@@ -5,6 +5,7 @@ import ctypes
 import shutil
 import struct
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.model.cuda import driver, products
+from segue.model.cuda.backend import CudaBackend
 from segue.model.cuda.products import Kind, layout, macros_of
 from segue.model.spec import ModelSpec
+from segue.model.tiny import tiny_spec
 
 EMULATOR = Path(__file__).parents[2] / "cuda"
 H200 = 132
@@ -206,3 +209,16 @@ def test_what_it_is_not_for():
 
     assert products.fits(spec(1024, 3072)) and not products.fits(spec(576, 1536))
     assert products.products_for(spec(1024, 1024), torch.bfloat16, torch.device("cpu")) is None
+
+
+def test_a_device_without_a_compiler_does_without(monkeypatch):
+    """And says why: the same model, on the library's products."""
+    spec = replace(tiny_spec(), num_layers=1, windows=(None,))
+
+    def missing(*_):
+        raise driver.CompilerMissing("no NVRTC here")
+
+    monkeypatch.setattr(products, "products_for", missing)
+    backend = CudaBackend(spec, torch.float32, torch.device("cpu"), 64)
+    assert backend.missing == "no NVRTC here"
+    assert CudaBackend(spec, torch.float32, torch.device("cpu"), 64, exact=True).missing is None

@@ -12,6 +12,8 @@ from torch import Tensor
 from segue.model.backend import Layer
 from segue.model.batch import Batch
 from segue.model.cuda import attention, kernels, products
+from segue.model.cuda.driver import CompilerMissing
+from segue.model.cuda.products import Products
 from segue.model.spec import ModelSpec
 from segue.model.torch_backend import TorchBackend
 
@@ -80,7 +82,12 @@ class CudaBackend(TorchBackend):
         self.tile_rows = 32 if dtype == torch.float32 else 64 if exact or spec.head_dim > 128 else 128
         units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self._programs = max(2 * units // spec.num_kv_heads, 1)
-        self._products = products.products_for(spec, dtype, device) if not exact else None
+        self._products: Products | None = None
+        self.missing: str | None = None  # why products of few rows are a library's, where they need not be
+        try:
+            self._products = products.products_for(spec, dtype, device) if not exact else None
+        except CompilerMissing as error:
+            self.missing = str(error)
 
     def linear(self, x: Tensor, matrix: Tensor, bias: Tensor | None, into: str) -> Tensor:
         """Logits of a few rows always go to the same memory."""

@@ -23,7 +23,8 @@ _SWIZZLE_128, _PROMOTE_256 = 3, 3
 
 
 class CompilerMissing(Exception):
-    """There is no NVRTC, or it does not take our kernels. Whoever wanted one has to do without."""
+    """There is no NVRTC, or it does not take our kernels, or the driver does not take what comes of it. Whoever wanted one has to
+    do without."""
 
 
 class _Attribute(ctypes.Structure):
@@ -85,7 +86,10 @@ class Kernel:
     def __init__(self, binary: bytes, name: str, cluster: int, threads: int) -> None:
         torch.cuda.current_stream().synchronize()  # so that there is a context
         module, self._function = c_void_p(), c_void_p()
-        _check(_cuda().cuModuleLoadData(byref(module), binary))
+        try:
+            _check(_cuda().cuModuleLoadData(byref(module), binary))
+        except RuntimeError as error:
+            raise CompilerMissing(f"the driver does not load {name}: {error}") from error
         _check(_cuda().cuModuleGetFunction(byref(self._function), module, name.encode()))
         _check(_cuda().cuFuncSetAttribute(self._function, _SHARED_SIZE, _MOST_SHARED))
         self._attributes = (_Attribute * 2)()
