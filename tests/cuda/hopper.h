@@ -2,7 +2,8 @@
 //
 // What a device does some time later is done some time later here too: copies, and what is sent, arrive when the dice say so, and
 // products read their operands when somebody waits for them. So memory that is given back too early, read too early or waited for in a
-// circle shows, as it would on a device with bad luck.
+// circle shows, as it would on a device with bad luck. The kernel before ends some time later as well: whoever reads what it writes,
+// writes anything, or ends before that has done wrong.
 
 #pragma once
 
@@ -26,9 +27,6 @@ using u32 = uint32_t;
 using u64 = uint64_t;
 struct uint2 {
     u32 x, y;
-};
-struct uint4 {
-    u32 x, y, z, w;
 };
 
 struct alignas(64) TensorMap {  // the first dimension has a stride of one element
@@ -69,7 +67,7 @@ struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     int block, thread;
-    bool done = false;
+    bool done = false, has_waited = false;  // for the kernel before
     std::function<bool()> ready;
     std::vector<std::function<void()>> products;               // since the last commit
     std::deque<std::vector<std::function<void()>>> committed;  // not yet carried out
@@ -81,6 +79,7 @@ inline std::vector<std::function<void()>> under_way;  // copies
 inline int ranks, threads;  // programs of a cluster, threads of a program
 inline std::map<int, Meeting> clusters;
 inline Fiber* me;
+inline bool kernel_before_ended, is_wrong;
 inline ucontext_t scheduler;
 inline std::mt19937 dice;
 
@@ -158,6 +157,7 @@ inline bool run(std::function<void()> what, int num_programs, int num_threads, i
     blocks = std::vector<Block>(num_programs);
     fibers.clear();
     under_way.clear();
+    kernel_before_ended = is_wrong = false;
     for (int number = 0; number < int(blocks.size()) * threads; number++) {
         auto fiber = std::make_unique<Fiber>();
         fiber->stack.reset(new char[STACK]);
@@ -189,10 +189,15 @@ inline bool run(std::function<void()> what, int num_programs, int num_threads, i
         }
         moved |= !under_way.empty();
         under_way = std::move(later);
+        if (!kernel_before_ended) moved = true, kernel_before_ended = dice() % 64 == 0;
         if (!moved && !order.empty()) return false;
     }
-    return under_way.empty();
+    for (size_t first = 0; first < fibers.size(); first += size_t(threads))
+        is_wrong |= std::none_of(&fibers[first], &fibers[first] + threads, [](auto& fiber) { return fiber->has_waited; });
+    return under_way.empty() && !is_wrong;
 }
+
+inline void must_have_waited() { is_wrong |= !me->has_waited; }
 
 inline float to_float(u16 bits) {
 #if IS_FP16
@@ -246,8 +251,14 @@ inline T loaded(const void* from) {
     return value;
 }
 inline uint2 load_pair(const void* from) { return loaded<uint2>(from); }
-inline void store_pair(void* to, uint2 value) { memcpy(to, &value, 8); }
-inline void wait_for_kernel_before() {}
+inline void store_pair(void* to, uint2 value) {
+    device::must_have_waited();
+    memcpy(to, &value, 8);
+}
+inline void wait_for_kernel_before() {
+    device::wait_until([] { return device::kernel_before_ended; });
+    device::me->has_waited = true;
+}
 inline void let_next_kernel_begin() {}
 
 // Threads together
@@ -279,7 +290,10 @@ inline void copy_weights(u32 to, const TensorMap* map, int group, int depth, u32
     device::copy_box(to, *map, {0, 0, 0, u64(group), u64(depth)}, barrier);
 }
 
-inline void copy_rows(u32 to, const TensorMap* map, int depth, u32 barrier) { device::copy_box(to, *map, {0, 0, u64(depth)}, barrier); }
+inline void copy_rows(u32 to, const TensorMap* map, int depth, u32 barrier) {
+    device::must_have_waited();
+    device::copy_box(to, *map, {0, 0, u64(depth)}, barrier);
+}
 
 inline void send_four(u32 to, const float* values, u32 barrier) {
     device::Block& there = device::block_at(to);

@@ -450,14 +450,15 @@ def test_an_engine_on_them_answers_as_on_torch(recording):
     assert sum(each.num_replays for each in recording) > len(recording) > 3
 
 
+# No whole number of equal tokens has exactly such a share as these: there, rounding would decide.
 DRAWN = [
     SamplingParams(temperature=0),
     SamplingParams(temperature=0.8),
     SamplingParams(temperature=2.0, top_k=7),
-    SamplingParams(temperature=0.7, top_p=0.9),
-    SamplingParams(temperature=1.5, top_k=30, top_p=0.8, min_p=0.05),
-    SamplingParams(temperature=1e-200, top_p=0.3),
-    SamplingParams(temperature=1.2, top_k=2, top_p=0.9),  # so that parts have nothing among the best
+    SamplingParams(temperature=0.7, top_p=0.9017),
+    SamplingParams(temperature=1.5, top_k=30, top_p=0.7931, min_p=0.05),
+    SamplingParams(temperature=1e-200, top_p=0.2969),
+    SamplingParams(temperature=1.2, top_k=2, top_p=0.9017),  # so that parts have nothing among the best
     SamplingParams(temperature=3.0, top_k=1),
     SamplingParams(temperature=1.0, top_k=9999, min_p=0.3),
 ]

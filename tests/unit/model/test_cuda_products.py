@@ -140,6 +140,8 @@ def test_a_row_is_the_same_beside_others(emulated):
         ("wait_for(here.full + 8 * turn.at, turn.parity);", ""),
         ("wait_for(here.sent, 0);", ""),
         ("products_wait<1>();", ""),
+        ("wait_for_kernel_before();\n    for (int chunk", "for (int chunk"),
+        ("wait_for_kernel_before();\n    finish", "finish"),
         ("if (chunk > 0 && my_thread() % 32 == 0) arrive", "if (chunk > 1 && my_thread() % 32 == 0) arrive"),
     ],
 )
@@ -222,3 +224,12 @@ def test_a_device_without_a_compiler_does_without(monkeypatch):
     backend = CudaBackend(spec, torch.float32, torch.device("cpu"), 64)
     assert backend.missing == "no NVRTC here"
     assert CudaBackend(spec, torch.float32, torch.device("cpu"), 64, exact=True).missing is None
+
+
+def test_only_layers_matrices_are_for_it():
+    """A part of the head may have any width."""
+    spec = replace(tiny_spec(), num_layers=1, windows=(None,))
+    backend = CudaBackend(spec, torch.float32, torch.device("cpu"), 64)
+    backend._products = object()  # whatever is asked of it fails
+    x, part = torch.randn(3, spec.hidden_size), torch.randn(100, spec.hidden_size)
+    assert torch.equal(backend.linear(x, part, None, into="some logits"), F.linear(x, part))

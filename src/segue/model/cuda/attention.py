@@ -1,6 +1,6 @@
 """Attention over paged KV, in Triton: pieces of contexts that are put together afterwards, and tiles of prompts.
 
-How a token's context is cut into pieces follows from its length alone; how much of a piece is done at once, and with it the last
+How a token's context is cut into pieces is said in `work.py`; how much of a piece is done at once, and with it the last
 bits, from how many rows a step has.
 """
 

@@ -110,23 +110,26 @@ class CudaBackend(TorchBackend):
         q = torch.empty(len(x), spec.num_heads, spec.head_dim, dtype=self._dtype, device=self.device)
         out = torch.empty_like(q)
         for layer, norm, (k_cache, v_cache) in zip(layers, norms, kv, strict=True):
-            qkv = self._product(x, layer.qkv, layer.qkv_bias)
+            qkv = self._of_layer(x, layer.qkv, layer.qkv_bias)
             self._attend(layer, qkv, q, batch, k_cache, v_cache, out)
             mixed = out.view(len(out), -1)
             if layer is layers[-1]:  # nobody reads what the others become after their last KV
                 mixed, residual = mixed[batch.sample_rows], residual[batch.sample_rows]
                 x = torch.empty_like(residual)
-            kernels.add_norm(self._product(mixed, layer.o, layer.o_bias), residual, layer.post_norm, eps, x)
-            kernels.add_norm(self._product(self._gated(x, layer.gate_up), layer.down, None), residual, norm, eps, x)
+            kernels.add_norm(self._of_layer(mixed, layer.o, layer.o_bias), residual, layer.post_norm, eps, x)
+            kernels.add_norm(self._of_layer(self._gated(x, layer.gate_up), layer.down, None), residual, norm, eps, x)
         return x
 
     def _product(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        if self.exact:
-            out = torch.empty(len(x), len(matrix), dtype=x.dtype, device=x.device)
-            return kernels.product(x, matrix, bias, out)
+        if not self.exact:
+            return F.linear(x, matrix, bias)
+        return kernels.product(x, matrix, bias, torch.empty(len(x), len(matrix), dtype=x.dtype, device=x.device))
+
+    def _of_layer(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        """Of one of a layer's matrices, whose sizes `Products` are known to be for."""
         if self._products is not None and len(x) <= products.MOST_ROWS:
             return self._products.product(x, matrix, bias)
-        return F.linear(x, matrix, bias)
+        return self._product(x, matrix, bias)
 
     def _gated(self, x: Tensor, gate_up: Tensor) -> Tensor:
         """silu of what comes of the first matrix, times what comes of the second."""

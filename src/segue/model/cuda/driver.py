@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 
 SOURCES = Path(__file__).parent
+_OUT_OF_MEMORY = 2
 _SHARED_SIZE, _CLUSTER, _EARLY = 8, 4, 6  # numbers of attributes
 _MOST_SHARED = 227 * 1024  # bytes, of a program
 _KINDS = {torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE_128, _PROMOTE_256 = 3, 3
 
 
-class CompilerMissing(Exception):
+class CompilerMissing(RuntimeError):
     """There is no NVRTC, or it does not take our kernels, or the driver does not take what comes of it. Whoever wanted one has to
     do without."""
 
@@ -86,10 +87,7 @@ class Kernel:
     def __init__(self, binary: bytes, name: str, cluster: int, threads: int) -> None:
         torch.cuda.current_stream().synchronize()  # so that there is a context
         module, self._function = c_void_p(), c_void_p()
-        try:
-            _check(_cuda().cuModuleLoadData(byref(module), binary))
-        except RuntimeError as error:
-            raise CompilerMissing(f"the driver does not load {name}: {error}") from error
+        _check(_cuda().cuModuleLoadData(byref(module), binary))
         _check(_cuda().cuModuleGetFunction(byref(self._function), module, name.encode()))
         _check(_cuda().cuFuncSetAttribute(self._function, _SHARED_SIZE, _MOST_SHARED))
         self._attributes = (_Attribute * 2)()
@@ -126,6 +124,8 @@ def _cuda() -> ctypes.CDLL:
 
 
 def _check(result: int) -> None:
+    if result == _OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError("CUDA out of memory: the driver has none for a kernel")
     if result:
         said = c_char_p()
         _cuda().cuGetErrorString(result, byref(said))
@@ -141,9 +141,10 @@ def _nvrtc() -> ctypes.CDLL:
         for folder in (f"cu{major}", "cuda_nvrtc"):
             place = Path(torch.__file__).parents[1] / "nvidia" / folder / "lib"
             if (found := place / f"libnvrtc.so.{major}").exists():
-                for part in place.glob(f"libnvrtc-builtins.so.{major}*"):  # it looks for it by name
-                    ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
-                return ctypes.CDLL(str(found))
+                with suppress(OSError):
+                    for part in place.glob(f"libnvrtc-builtins.so.{major}*"):  # it looks for it by name
+                        ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
+                    return ctypes.CDLL(str(found))
         with suppress(OSError):
             return ctypes.CDLL(f"libnvrtc.so.{major}")
     raise CompilerMissing("no NVRTC (libnvrtc.so) was found; it comes with torch's CUDA builds")

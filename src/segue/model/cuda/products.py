@@ -113,6 +113,7 @@ class Products:
     def _run(self, x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         if len(x) == 0:  # of a chunk that nobody samples from
             return out
+        assert len(matrix) % TILE == 0 and matrix.shape[1] % DEPTH == 0 and x.is_contiguous()
         is_pair = len(matrix) > out.shape[1]
         plan = layout(len(x), len(matrix), x.shape[1], is_pair=is_pair, units=self._units)
         weights, rows = weights_boxes(matrix, is_pair=is_pair), rows_boxes(x, plan.kind.rows)
@@ -127,7 +128,10 @@ def products_for(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> P
         return None
     if torch.cuda.get_device_capability(device) != (9, 0):  # what multiplies there is on no other
         return None
-    _kernel(Kind(ROWS[0], 1, False), dtype, device)
+    try:
+        _kernel(Kind(ROWS[0], 1, False), dtype, device)
+    except RuntimeError as error:
+        raise driver.CompilerMissing(str(error)) from error
     return Products(dtype, device)
 
 
