@@ -122,7 +122,8 @@ def _greet(service: Service, host: str, port: int) -> None:
     if (ready := service.engine.ready) is not None:
         print(f"{service.name}: {ready.backend}\n{ready.budget}", file=sys.stderr)
     place = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    body = json.dumps({"model": service.name, "messages": [{"role": "user", "content": "Say hello."}]})
+    hello = [{"role": "user", "content": "Say hello."}]
+    body = json.dumps({"model": service.name, "max_tokens": 60, "messages": hello})  # small models ramble
     key = "" if service.tenants.open_to_all else " -H 'Authorization: Bearer KEY'"
     print(
         f"Serving at {place}. Try it:\n"
