@@ -3,13 +3,15 @@
 // What a device does some time later is done some time later here too: copies, and what is sent, arrive when the dice say so, and
 // products read their operands when somebody waits for them. So memory that is given back too early, read too early or waited for in a
 // circle shows, as it would on a device with bad luck. The kernel before ends some time later as well: whoever reads what it writes,
-// writes anything, or ends before that has done wrong.
+// writes anything, or ends before that has done wrong. So has who lets products read what a thread kept in shared memory and did not
+// fence.
 
 #pragma once
 
 #include <ucontext.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -36,6 +38,7 @@ struct alignas(64) TensorMap {  // the first dimension has a stride of one eleme
 };
 
 #define KERNEL(threads) static void
+#define KERNEL_OF_TWO(threads) static void
 #define GIVEN const
 #define DEVICE inline
 
@@ -61,6 +64,8 @@ struct Block {
     std::vector<unsigned char> memory = std::vector<unsigned char>(SHARED, 0xff);  // not numbers
     std::map<u32, Barrier> barriers;
     std::map<int, Meeting> meetings;
+    std::map<u32, int> unfenced;  // sixteen bytes each, and who kept them
+    std::map<int, float> told;    // by each thread, to its neighbours
 };
 
 struct Fiber {
@@ -71,6 +76,7 @@ struct Fiber {
     std::function<bool()> ready;
     std::vector<std::function<void()>> products;               // since the last commit
     std::deque<std::vector<std::function<void()>>> committed;  // not yet carried out
+    std::vector<const u32*> held;                              // left sides of products, in registers
 };
 
 inline std::vector<Block> blocks;
@@ -80,6 +86,7 @@ inline int ranks, threads;  // programs of a cluster, threads of a program
 inline std::map<int, Meeting> clusters;
 inline Fiber* me;
 inline bool kernel_before_ended, is_wrong;
+inline std::function<void()> kernel_before;  // what it does
 inline ucontext_t scheduler;
 inline std::mt19937 dice;
 
@@ -95,7 +102,6 @@ inline void wait_until(std::function<bool()> ready) {
 }
 
 inline Block& block() { return blocks[me->block]; }
-
 
 // Addresses in shared memory of a cluster: one more than the rank in the highest bits, or nothing for one's own.
 inline Block& block_at(u32 at) { return at >> 28 ? blocks[me->block / ranks * ranks + (at >> 28) - 1] : block(); }
@@ -135,7 +141,9 @@ inline void copy_box(u32 to, const TensorMap& map, std::vector<u64> begin, u32 b
             }
             u16 value = 0;
             if (inside) memcpy(&value, from, 2);
-            memcpy(memory(here, swizzled(to + u32(bytes)), 2), &value, 2);
+            const u32 there = swizzled(to + u32(bytes));
+            is_wrong |= !here.unfenced.empty() && here.unfenced.count(there / 16);
+            memcpy(memory(here, there, 2), &value, 2);
         }
         here.barriers.at(barrier).came(long(bytes));
     });
@@ -168,6 +176,8 @@ inline bool run(std::function<void()> what, int num_programs, int num_threads, i
         fibers.push_back(std::move(fiber));
     }
     const u32 slow = 1 << dice() % 6;  // some devices take their time
+    std::vector<u32> lazy((fibers.size() + 31) / 32);  // and so do some warps
+    for (u32& each : lazy) each = dice() % 4 ? 1 : 1 << dice() % 6;
     std::vector<Fiber*> order;
     for (auto& fiber : fibers) order.push_back(fiber.get());
     while (!order.empty()) {
@@ -175,6 +185,10 @@ inline bool run(std::function<void()> what, int num_programs, int num_threads, i
         std::shuffle(order.begin(), order.end(), dice);
         for (Fiber* fiber : order) {
             if (fiber->ready && !fiber->ready()) continue;
+            if (dice() % lazy[(fiber->block * threads + fiber->thread) / 32]) {
+                moved = true;
+                continue;
+            }
             fiber->ready = nullptr, me = fiber, moved = true;
             swapcontext(&scheduler, &fiber->context);
         }
@@ -189,7 +203,10 @@ inline bool run(std::function<void()> what, int num_programs, int num_threads, i
         }
         moved |= !under_way.empty();
         under_way = std::move(later);
-        if (!kernel_before_ended) moved = true, kernel_before_ended = dice() % 64 == 0;
+        if (!kernel_before_ended) {
+            moved = true, kernel_before_ended = dice() % 64 == 0;
+            if (kernel_before_ended && kernel_before) kernel_before();
+        }
         if (!moved && !order.empty()) return false;
     }
     for (size_t first = 0; first < fibers.size(); first += size_t(threads))
@@ -232,6 +249,7 @@ inline u16 to_half(float value) {
 
 inline int my_thread() { return device::me->thread; }
 inline int my_program() { return device::me->block; }
+inline int num_programs() { return int(device::blocks.size()); }
 inline u32 my_rank() { return device::me->block % device::ranks; }
 
 // Memory
@@ -241,6 +259,21 @@ inline float shared_float(u32 at) {
     float value;
     memcpy(&value, device::memory(device::block(), at, 4), 4);
     return value;
+}
+inline void keep(u32 at, const void* from, u32 size) {
+    memcpy(device::memory(device::block(), at, size), from, size);
+    device::block().unfenced[at / 16] = device::me->thread;
+}
+inline void keep_word(u32 at, u32 value) { keep(at, &value, 4); }
+inline void keep_words(u32 at, const u32* four) { keep(at, four, 16); }
+inline u32 kept_word(u32 at) {
+    u32 value;
+    memcpy(&value, device::memory(device::block(), at, 4), 4);
+    return value;
+}
+inline void kept_words(u32* four, u32 at) { memcpy(four, device::memory(device::block(), at, 16), 16); }
+inline void fence_products() {
+    std::erase_if(device::block().unfenced, [](auto& each) { return each.second == device::me->thread; });
 }
 inline u32 of_rank(u32 at, u32 rank) { return at | (rank + 1) << 28; }
 template <class T>
@@ -255,6 +288,36 @@ inline void store_pair(void* to, uint2 value) {
     device::must_have_waited();
     memcpy(to, &value, 8);
 }
+template <class T>
+inline void stored(void* to, const T& value) {
+    device::must_have_waited();
+    if (reinterpret_cast<uintptr_t>(to) % sizeof(T)) device::fail("an unaligned store");
+    memcpy(to, &value, sizeof(T));
+}
+struct alignas(16) Sixteen {
+    u32 words[4];
+};
+inline void store_word(void* to, u32 value) { stored(to, value); }
+inline void store_two(float* to, float one, float other) { store_pair(to, {std::bit_cast<u32>(one), std::bit_cast<u32>(other)}); }
+inline void store_words(u16* to, const u32* four) { stored(to, Sixteen{four[0], four[1], four[2], four[3]}); }
+inline void load_words(u32* four, const u16* from) {
+    const Sixteen value = loaded<Sixteen>(from);
+    memcpy(four, &value, 16);
+}
+inline void load_floats(float* four, const float* from) {
+    const Sixteen value = loaded<Sixteen>(from);
+    memcpy(four, &value, 16);
+}
+inline void load_floats_new(float* four, const float* from) { load_floats(four, from); }
+inline void load_two_new(float* two, const float* from) {
+    const uint2 value = load_pair(from);
+    memcpy(two, &value, 8);
+}
+inline int add_one(int* count) {
+    device::must_have_waited();
+    return (*count)++;
+}
+inline void clear(int* count) { *count = 0; }
 inline void wait_for_kernel_before() {
     device::wait_until([] { return device::kernel_before_ended; });
     device::me->has_waited = true;
@@ -264,6 +327,15 @@ inline void let_next_kernel_begin() {}
 // Threads together
 
 inline void meet_warp() { device::meet_warp(); }
+inline float from_lane(float value, int distance) {
+    device::Block& here = device::block();
+    const int thread = my_thread();
+    here.told[thread] = value;
+    device::meet(here.meetings[1000 + thread / 4], 4);
+    const float found = here.told.at(thread ^ distance);
+    device::meet(here.meetings[1000 + thread / 4], 4);
+    return found;
+}
 inline void meet_threads(int name, int count) { device::meet(device::block().meetings[name], count); }
 inline void arrive_threads(int name, int count) { device::arrive_at(device::block().meetings[name], count); }
 inline void arrive_at_cluster() { device::arrive_at(device::clusters[device::me->block / device::ranks], device::ranks * device::threads); }
@@ -295,6 +367,10 @@ inline void copy_rows(u32 to, const TensorMap* map, int depth, u32 barrier) {
     device::copy_box(to, *map, {0, 0, u64(depth)}, barrier);
 }
 
+inline void copy_tokens(u32 to, const TensorMap* map, int column, int line, u32 barrier) {
+    device::copy_box(to, *map, {u64(column), u64(line)}, barrier);
+}
+
 inline void send_four(u32 to, const float* values, u32 barrier) {
     device::Block& there = device::block_at(to);
     device::Barrier& counts = barrier_at(barrier);
@@ -308,7 +384,17 @@ inline void send_four(u32 to, const float* values, u32 barrier) {
 // Products
 
 inline u64 operand(u32 at) { return at >> 4; }
-constexpr u64 NEXT_SIXTEEN = 2;
+constexpr u64 NEXT_SIXTEEN = 2, NEXT_SIXTEEN_LINES = 128;
+namespace device {
+// A number of an operand that begins there.
+inline float element(Block& here, u64 begin, int line, int column) {
+    const u32 at = swizzled(u32(begin << 4) + line / 8 * 1024 + line % 8 * 128 + column * 2);
+    is_wrong |= !here.unfenced.empty() && here.unfenced.count(at / 16);
+    u16 bits;
+    memcpy(&bits, memory(here, at, 2), 2);
+    return to_float(bits);
+}
+}  // namespace device
 inline void products_begin() { device::meet_warp(); }
 inline void products_commit() {
     device::me->committed.push_back(std::move(device::me->products));
@@ -327,15 +413,26 @@ inline void multiply_add(float (&sums)[N / 2], u64 columns, u64 rows) {
     device::Block& here = device::block();
     const int lane = my_thread() % 32, warp = my_thread() / 32 % 4;
     device::me->products.push_back([=, &here, &sums] {
-        const auto element = [&here](u64 begin, int line, int depth) {
-            const u32 at = device::swizzled(u32(begin << 4) + line / 8 * 1024 + line % 8 * 128 + depth * 2);
-            u16 bits;
-            memcpy(&bits, device::memory(here, at, 2), 2);
-            return device::to_float(bits);
-        };
         for (int number = 0; number < N / 2; number++) {
             const int column = warp * 16 + lane / 4 + number % 4 / 2 * 8, row = number / 4 * 8 + lane % 4 * 2 + number % 2;
-            for (int depth = 0; depth < 16; depth++) sums[number] += element(columns, column, depth) * element(rows, row, depth);
+            for (int depth = 0; depth < 16; depth++)
+                sums[number] += device::element(here, columns, column, depth) * device::element(here, rows, row, depth);
+        }
+    });
+}
+inline void multiply_add_held(float (&sums)[32], const u32* left, u64 right) {
+    device::Block& here = device::block();
+    device::Fiber* const me = device::me;
+    const int lane = my_thread() % 32, warp_begin = me->block * device::threads + my_thread() - lane;
+    const size_t which = me->held.size();
+    me->held.push_back(left);
+    me->products.push_back([=, &here, &sums] {
+        for (int number = 0; number < 32; number++) {
+            const int is_lower = number % 4 / 2, column = number / 4 * 8 + lane % 4 * 2 + number % 2;
+            for (int depth = 0; depth < 16; depth++) {
+                const u32 word = device::fibers[warp_begin + lane / 4 * 4 + depth % 8 / 2]->held.at(which)[depth / 8 * 2 + is_lower];
+                sums[number] += device::to_float(u16(depth % 2 ? word >> 16 : word)) * device::element(here, right, depth, column);
+            }
         }
     });
 }
@@ -344,3 +441,7 @@ inline u32 packed(float low, float high) { return device::to_half(low) | u32(dev
 inline float low_of(u32 both) { return device::to_float(u16(both)); }
 inline float high_of(u32 both) { return device::to_float(u16(both >> 16)); }
 inline float exponential(float x) { return std::exp(x); }
+inline float power_of_two(float x) { return std::exp2(x); }
+inline float inverse_root(float x) { return 1 / std::sqrt(x); }
+inline float larger(float one, float other) { return std::fmax(one, other); }
+inline float lowest() { return -INFINITY; }

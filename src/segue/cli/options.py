@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from segue.model.engine import Engine
 
 _ENGINE_OPTIONS = (
-    "device", "dtype", "quantize", "kv_dtype", "exact", "num_blocks", "kv_memory", "block_size", "max_model_len", "threads",
-    "prefix_caching", "tiers",
+    "device", "dtype", "quantize", "kv_dtype", "attention", "exact", "num_blocks", "kv_memory", "block_size",
+    "max_model_len", "threads", "prefix_caching", "tiers",
 )  # fmt: skip
 
 
@@ -27,6 +27,12 @@ def add_engine_options(command: argparse.ArgumentParser, *, model: bool = True) 
     group.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
     group.add_argument("--quantize", choices=["int8"], help="8-bit weights, on CPU")
     group.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"], help="fp8: half the KV memory, on CUDA")
+    group.add_argument(
+        "--attention",
+        default="triton",
+        choices=["triton", "fused"],
+        help="of few rows, on an H100 or H200: fused is rotation, KV writes and attention in one kernel",
+    )
     group.add_argument(
         "--exact",
         action=argparse.BooleanOptionalAction,

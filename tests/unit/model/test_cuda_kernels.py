@@ -19,7 +19,7 @@ if torch.cuda.is_available():
 from segue import BeamParams, Request, SamplingParams
 from segue.base.config import EngineConfig, Environment
 from segue.engine import EngineCore, Row, Sampling, SearchStep
-from segue.model.cuda import attention, choosing, inputs, kernels, sampling, search, steps
+from segue.model.cuda import attention, choosing, inputs, kernels, pieces, sampling, search, steps
 from segue.model.cuda import recording as recording_module
 from segue.model.cuda.backend import CudaBackend
 from segue.model.cuda.buffers import Buffers
@@ -36,6 +36,7 @@ from segue.model.sampler import sample
 from segue.model.tiny import random_weights, tiny_spec
 from segue.model.torch_backend import TorchBackend
 from segue.model.weights import Weights
+from tests.emulator import EmulatedPieceKernel, Emulator
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that are nobody's may hold anything
 SHAPES = [  # heads, kv heads, head_dim, block size, window, dtype
@@ -364,7 +365,7 @@ def test_work_covers_every_token_once(contexts, groups, most):
     ends = np.array(contexts, np.int32)
     work = plan_work(np.array(begins, np.int32), ends, np.arange(len(contexts), dtype=np.int32), made, most)
     of = {}
-    for first, count, _, begin, end, result in np.concatenate([work.own, work.shared]).reshape(-1, FIELDS).tolist():
+    for first, count, _, begin, end, result, _ in np.concatenate([work.own, work.shared]).reshape(-1, FIELDS).tolist():
         assert 1 <= count <= most
         for row in range(count):
             assert result + row not in of
@@ -505,6 +506,33 @@ def test_numbers_that_are_none_are_told_and_nobody_else_suffers():
     found = drawn(logits, rows)
     assert found[1] == -1
     assert [found[0], found[2]] == sample(logits[[0, 2]], [rows[0], rows[2]]).tokens
+
+
+def test_an_engine_with_attention_in_one_kernel_answers_as_with_others(recording, tmp_path_factory):
+    """The kernel on an emulated device: tokens by themselves, some at once, forks of a long prompt, and searches."""
+    spec = replace(tiny_spec(), num_layers=1, windows=(None,), head_dim=64, qk_norm=True)
+    kernel = EmulatedPieceKernel(Emulator(tmp_path_factory), pieces.kind_of(spec, 16), torch.float16)
+
+    def answers(piece_kernel):
+        backend = CudaBackend(spec, torch.float16, torch.device("cpu"), 512, piece_kernel=piece_kernel)
+        config = EngineConfig(96, 16, 320, 16, 512)
+        weights = Weights.in_memory(random_weights(spec))
+        runner = CudaRunner(Decoder(spec, weights, backend), backend, config)
+        with EngineCore(runner, config, vocab_size=spec.vocab_size) as engine:
+            params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=1)
+            state = engine.generate([[7 + at % 90 for at in range(270)]], params, hold=True)[0].request_id
+            forks = [Request(params=params, parent=state, suffix=[at, 5]) for at in (20, 30, 40)]
+            beam = BeamParams(width=5, max_tokens=3, ignore_eos=True)
+            found = engine.generate([*forks, Request(params=params, parent=state, suffix=list(range(50, 60)))])
+            search = engine.generate(Request(beam=beam, parent=state, suffix=[9]))[0]
+            engine.check()
+            scores = [each.chosen for result in found for each in result.completions[0].logprobs]
+            return scores + [line.score for line in search.beams]
+
+    wanted = answers(None)
+    assert not kernel.num_runs
+    assert answers(kernel) == pytest.approx(wanted, abs=0.03)
+    assert kernel.num_runs > 10
 
 
 class Now:

@@ -2,11 +2,7 @@
 one."""
 
 import ctypes
-import shutil
-import struct
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,46 +15,16 @@ from segue.model.cuda.backend import CudaBackend
 from segue.model.cuda.products import Kind, layout, macros_of
 from segue.model.spec import ModelSpec
 from segue.model.tiny import tiny_spec
+from tests.emulator import Emulator, tensor_map
 
-EMULATOR = Path(__file__).parents[2] / "cuda"
 H200 = 132
 
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory):
     """The kernel for a kind and a type, compiled for this machine; with `source`, another than the real one."""
-    compiler, made = shutil.which("g++"), {}
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-
-    def build(kind, dtype, source=None):
-        if (kind, dtype, source) not in made:
-            folder = tmp_path_factory.mktemp("emulated")
-            (folder / "products.cu").write_text(source or (driver.SOURCES / "products.cu").read_text())
-            macros = [f"-D{name}={value}" for name, value in macros_of(kind, dtype).items()]
-            command = [
-                compiler,
-                "-std=c++20",
-                "-O2",
-                "-shared",
-                "-fPIC",
-                "-Wno-psabi",
-                f"-I{EMULATOR}",
-                f"-I{folder}",
-                *macros,
-            ]
-            subprocess.run([*command, str(EMULATOR / "products.cpp"), "-o", str(folder / "kernel.so")], check=True)
-            made[kind, dtype, source] = ctypes.CDLL(str(folder / "kernel.so"))
-        return made[kind, dtype, source]
-
-    return build
-
-
-def as_emulated(boxes):
-    """A tensor map as the emulator reads it."""
-    five = [[*values, *[0] * (5 - len(values))] for values in (boxes.sizes, (2, *boxes.strides), boxes.box)]
-    raw = struct.pack("<Q5Q5Q5II16x", boxes.base, *five[0], *five[1], *five[2], len(boxes.sizes))
-    return driver.TensorMap.from_buffer_copy(raw)
+    emulator = Emulator(tmp_path_factory)
+    return lambda kind, dtype, source=None: emulator.build("products", macros_of(kind, dtype), source)
 
 
 class Case:
@@ -85,8 +51,8 @@ class Case:
         """What comes of it; None if it never ended."""
         wanted = self.wanted
         out = torch.full(wanted.shape, torch.nan, dtype=self.x.dtype)
-        weights = as_emulated(products.weights_boxes(self.matrix, is_pair=self.is_pair))
-        rows = as_emulated(products.rows_boxes(self.x, self.plan.kind.rows))
+        weights = tensor_map(products.weights_boxes(self.matrix, is_pair=self.is_pair))
+        rows = tensor_map(products.rows_boxes(self.x, self.plan.kind.rows))
         told = products.describe(self.x, self.bias, out, weights, rows, self.plan.stages)
         assert ctypes.sizeof(told) == library.size_of_product()
         failed = library.run(ctypes.byref(told), self.plan.num_programs, self.seed)

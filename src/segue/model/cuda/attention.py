@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from segue.model.cuda.kernels import LOG2E, early, precision, stages, wait_in_turn
+from segue.model.cuda.work import FIELDS
 
+_FIELDS: tl.constexpr = tl.constexpr(FIELDS)
 _ROOMY = 16  # rows of a step, up to which a program has a multiprocessor for itself
 
 
@@ -61,7 +63,7 @@ def _attend_piece(
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, MERGES: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A piece is a stretch of KV and the query rows that see it: (first row, rows, table, begin, end, first result). For each of
+    """A piece is a stretch of KV and the query rows that see it: (`work.py` says how it is written). For each of
     its rows and heads comes out what the stretch gives, not yet divided, and the logarithm of the weights' sum. If it `MERGES`,
     it has one row; whoever is last of that row's pieces puts them together, and leaves `arrivals` as it was."""
     lane = tl.arange(0, ROWS)
@@ -140,14 +142,14 @@ def _attend_pieces(
         if SHARED_ROWS > 0:  # noqa: SIM102 (what is known beforehand, and what is not)
             if number < num_shared:
                 _attend_piece(
-                    q, k_cache, v_cache, tables, shared + number * 6, contexts, sums, logs, starts, arrivals, out, scale,
+                    q, k_cache, v_cache, tables, shared + number * _FIELDS, contexts, sums, logs, starts, arrivals, out, scale,
                     table_stride, block_stride, window, head,
                     HEADS, GROUP, SIZE, DIM, SHARED_ROWS, TILE, False, HAS_WINDOW, PRECISION,
                 )  # fmt: skip
         if OWN_ROWS > 0:  # noqa: SIM102
             if number >= num_shared:
                 _attend_piece(
-                    q, k_cache, v_cache, tables, own + (number - num_shared) * 6, contexts, sums, logs, starts, arrivals,
+                    q, k_cache, v_cache, tables, own + (number - num_shared) * _FIELDS, contexts, sums, logs, starts, arrivals,
                     out, scale, table_stride, block_stride, window, head,
                     HEADS, GROUP, SIZE, DIM, OWN_ROWS, TILE, MERGES, HAS_WINDOW, PRECISION,
                 )  # fmt: skip

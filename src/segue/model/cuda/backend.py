@@ -11,8 +11,9 @@ from torch import Tensor
 
 from segue.model.backend import Layer
 from segue.model.batch import Batch
-from segue.model.cuda import attention, kernels, products
+from segue.model.cuda import attention, kernels, pieces, products
 from segue.model.cuda.driver import CompilerMissing
+from segue.model.cuda.pieces import PieceKernel
 from segue.model.cuda.products import Products
 from segue.model.spec import ModelSpec
 from segue.model.torch_backend import TorchBackend
@@ -73,12 +74,16 @@ class CudaBackend(TorchBackend):
         *,
         exact: bool = False,
         kv_dtype: torch.dtype | None = None,
+        piece_kernel: PieceKernel | None = None,
     ) -> None:
+        """`piece_kernel`: what does attention in steps without tiles; by Triton's kernels if there is none."""
         super().__init__(spec, dtype, device, max_len)
         self.exact = exact
         self.kv_dtype = kv_dtype or dtype
         self.few_logits: Tensor | None = None  # where those of up to FEW_ROWS rows are, once there were any
-        self.group_rows = max(_MOST_LANES // (spec.num_heads // spec.num_kv_heads), 1)
+        self._piece_kernel = piece_kernel
+        lanes = pieces.LANES if piece_kernel is not None else _MOST_LANES
+        self.group_rows = max(lanes // (spec.num_heads // spec.num_kv_heads), 1)
         self.tile_rows = 32 if dtype == torch.float32 else 64 if exact or spec.head_dim > 128 else 128
         units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self._programs = max(2 * units // spec.num_kv_heads, 1)
@@ -144,10 +149,65 @@ class CudaBackend(TorchBackend):
         self, layer: Layer, qkv: Tensor, q: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor, out: Tensor
     ) -> None:
         step: Attention = batch.attention  # type: ignore[assignment]
-        own_norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
-        tables, eps = (self._cos, self._sin), self._spec.rms_eps
-        kernels.rope_store(qkv, q, k_cache, v_cache, own_norms, tables, batch.positions, batch.slots, eps)
-        self._attend_lists(step, q, k_cache, v_cache, layer.window, out)
+        norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
+        if self._piece_kernel is not None and step.pieces is not None and step.tiles is None:
+            self._attend_at_once(self._piece_kernel, step, qkv, q, norms, batch, k_cache, v_cache, out)
+        else:
+            tables, eps = (self._cos, self._sin), self._spec.rms_eps
+            kernels.rope_store(qkv, q, k_cache, v_cache, norms, tables, batch.positions, batch.slots, eps)
+            self._attend_lists(step, q, k_cache, v_cache, layer.window, out)
+        if step.merged_rows:
+            attention.merge_pieces(
+                q,
+                k_cache,
+                v_cache,
+                step.sums,
+                step.logs,
+                step.results,
+                step.starts,
+                step.tails,
+                out[: step.merged_rows],
+                scale=self._spec.softmax_scale,
+                window=layer.window,
+            )
+
+    def _attend_at_once(
+        self,
+        kernel: PieceKernel,
+        step: Attention,
+        qkv: Tensor,
+        q: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        batch: Batch,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Rotation, and new KV to the cache, with the pieces."""
+        assert step.pieces is not None
+        own, shared, counts, _ = step.pieces
+        given = pieces.Given(
+            qkv,
+            k_cache,
+            v_cache,
+            q,
+            out,
+            norms,
+            self._cos,
+            self._sin,
+            batch.positions,
+            batch.slots,
+            step.tables,
+            own,
+            shared,
+            counts,
+            step.starts,
+            step.tails[1] if step.tails is not None else None,
+            step.sums,
+            step.logs,
+            step.arrivals,
+        )
+        kernel.attend(given, scale=self._spec.softmax_scale, eps=self._spec.rms_eps)
 
     def _attend_lists(
         self, step: Attention, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None, out: Tensor
@@ -174,21 +234,6 @@ class CudaBackend(TorchBackend):
                 group_rows=group_rows,
                 programs=self._programs,
                 merges=not step.merged_rows,
-            )
-        if step.pieces is not None and step.merged_rows:
-            some = out[: step.merged_rows]
-            attention.merge_pieces(
-                q,
-                k_cache,
-                v_cache,
-                step.sums,
-                step.logs,
-                step.results,
-                step.starts,
-                step.tails,
-                some,
-                scale=scale,
-                window=window,
             )
         if step.tiles is not None:
             attention.attend_tiles(

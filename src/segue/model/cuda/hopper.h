@@ -14,6 +14,7 @@ struct alignas(64) TensorMap {
 };
 
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+#define KERNEL_OF_TWO(threads) extern "C" __global__ void __launch_bounds__(threads, 2)  // programs on a multiprocessor
 #define GIVEN const __grid_constant__
 #define DEVICE __device__ __forceinline__
 
@@ -21,6 +22,7 @@ struct alignas(64) TensorMap {
 
 DEVICE int my_thread() { return int(threadIdx.x); }
 DEVICE int my_program() { return int(blockIdx.x); }
+DEVICE int num_programs() { return int(gridDim.x); }
 DEVICE u32 my_rank() {  // in my cluster
     u32 rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -36,6 +38,19 @@ DEVICE float shared_float(u32 at) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(at) : "memory");
     return value;
 }
+DEVICE void keep_word(u32 at, u32 value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory"); }
+DEVICE u32 kept_word(u32 at) {
+    u32 value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
+    return value;
+}
+DEVICE void keep_words(u32 at, const u32* four) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(four[0]), "r"(four[1]), "r"(four[2]), "r"(four[3]) : "memory");
+}
+DEVICE void kept_words(u32* four, u32 at) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(four[0]), "=r"(four[1]), "=r"(four[2]), "=r"(four[3]) : "r"(at) : "memory");
+}
+DEVICE void fence_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }  // they see what this thread kept
 DEVICE u32 of_rank(u32 at, u32 rank) {  // the same place in another program of the cluster
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
@@ -47,6 +62,36 @@ DEVICE u32 of_rank(u32 at, u32 rank) {  // the same place in another program of 
 DEVICE uint2 load_pair(const void* from) { return *reinterpret_cast<const uint2*>(from); }
 DEVICE void store_pair(void* to, uint2 value) { *reinterpret_cast<uint2*>(to) = value; }
 
+DEVICE void store_word(void* to, u32 value) { *reinterpret_cast<u32*>(to) = value; }
+DEVICE void store_two(float* to, float one, float other) { *reinterpret_cast<float2*>(to) = {one, other}; }
+DEVICE void load_floats(float* four, const float* from) {
+    const float4 value = *reinterpret_cast<const float4*>(from);
+    four[0] = value.x, four[1] = value.y, four[2] = value.z, four[3] = value.w;
+}
+DEVICE void load_words(u32* four, const u16* from) {
+    const uint4 value = *reinterpret_cast<const uint4*>(from);
+    four[0] = value.x, four[1] = value.y, four[2] = value.z, four[3] = value.w;
+}
+DEVICE void store_words(u16* to, const u32* four) { *reinterpret_cast<uint4*>(to) = {four[0], four[1], four[2], four[3]}; }
+
+// What other programs of this kernel wrote before they added one
+
+DEVICE void load_floats_new(float* four, const float* from) {
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3])
+                 : "l"(from)
+                 : "memory");
+}
+DEVICE void load_two_new(float* two, const float* from) {
+    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(two[0]), "=f"(two[1]) : "l"(from) : "memory");
+}
+DEVICE int add_one(int* count) {  // what it was before
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+    return before;
+}
+DEVICE void clear(int* count) { *count = 0; }
+
 // Kernels that begin early
 
 DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -56,6 +101,9 @@ DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_depend
 
 DEVICE void meet_warp() { __syncwarp(); }
 DEVICE void meet_threads(int name, int count) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(count) : "memory"); }
+DEVICE float from_lane(float value, int distance) {  // of a warp's four, all of which come here
+    return __shfl_xor_sync(0xfu << (threadIdx.x & 28), value, distance);
+}
 DEVICE void arrive_threads(int name, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(count) : "memory"); }
 DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
@@ -97,6 +145,13 @@ DEVICE void copy_rows(u32 to, const TensorMap* map, int depth, u32 barrier) {
         : "memory");
 }
 
+DEVICE void copy_tokens(u32 to, const TensorMap* map, int column, int line, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to), "l"(map),
+        "r"(barrier), "r"(column), "r"(line)
+        : "memory");
+}
+
 DEVICE void send_four(u32 to_of_rank, const float* values, u32 barrier_of_rank) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to_of_rank),
                  "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier_of_rank)
@@ -107,7 +162,8 @@ DEVICE void send_four(u32 to_of_rank, const float* values, u32 barrier_of_rank) 
 // swizzle of 128 bytes put them there, 64 deep.
 
 DEVICE u64 operand(u32 at) { return (u64(1) << 62) | (u64(64) << 32) | (u64(1) << 16) | ((at & 0x3ffff) >> 4); }
-constexpr u64 NEXT_SIXTEEN = 2;  // of an operand: 32 bytes on
+constexpr u64 NEXT_SIXTEEN = 2;          // of an operand: 32 bytes on
+constexpr u64 NEXT_SIXTEEN_LINES = 128;  // of one whose depth goes over lines
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int OPEN>
@@ -158,6 +214,18 @@ DEVICE void multiply_add<64>(float (&d)[32], u64 a, u64 b) {
                  : "l"(a), "l"(b));
 }
 
+// 64 rows that each thread has two of, four words for 16 of their depth, times 64 columns: numbers of a line; lines are the depth
+DEVICE void multiply_add_held(float (&d)[32], const u32* a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT
+                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+                 "%24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+                   "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+                   "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+                   "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
 // Two numbers of 16 bits in 32, the first one lower
 
 DEVICE u32 packed(float low, float high) {
@@ -177,3 +245,11 @@ DEVICE float half_of(u16 bits) { return __uint_as_float(u32(bits) << 16); }
 DEVICE float low_of(u32 both) { return half_of(u16(both)); }
 DEVICE float high_of(u32 both) { return half_of(u16(both >> 16)); }
 DEVICE float exponential(float x) { return __expf(x); }
+DEVICE float power_of_two(float x) {
+    float value;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+DEVICE float inverse_root(float x) { return rsqrtf(x); }
+DEVICE float larger(float one, float other) { return fmaxf(one, other); }
+DEVICE float lowest() { return __int_as_float(0xff800000); }  // below all numbers

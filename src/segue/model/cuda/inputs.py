@@ -90,7 +90,7 @@ def _of_many(rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: i
         ends[begin:end], tail_counts[begin:end] = 0, own.shape[1]
         groups.append(Group(begin, end - begin, at, step.num_shared))
         tails.append((begin, own))
-    work = plan_work(begins, ends, sequence, groups, group_rows, fixed=alone)
+    work = plan_work(begins, ends, sequence, groups, group_rows, known=firsts[sequence], fixed=alone)
     return Inputs(
         tokens,
         positions,
@@ -117,7 +117,7 @@ def _of_one(row: Row, block_size: int) -> Inputs:
     contexts, none = positions + np.int32(1), np.zeros(count, np.int32)
     known, tokens = row.tokens[row.start : row.stop], np.zeros(count, np.int32)
     tokens[: len(known)] = known  # a last one may still be the device's secret
-    work = plan_work(none, contexts, none)
+    work = plan_work(none, contexts, none, known=np.full(count, row.start, np.int32))
     is_sampled = row.sampling is not None or row.search is not None
     return Inputs(
         tokens,

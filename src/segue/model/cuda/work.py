@@ -24,7 +24,9 @@ SHARED_PIECE, MUCH_SHARED = 192, 1024  # of a shared stretch of more tokens than
 ONLY_PIECE = 64  # of the only shared stretch, of fewer
 WHOLE = 256  # tokens that are not cut
 MOST_PIECES = 32  # of one stretch; a long one has longer pieces
-FIELDS = 6  # of a piece: first row, rows, table, begin, end, first result
+FIELDS = (
+    7  # of a piece: first row, rows, table, begin, end, first result, and which of its tokens came with earlier steps
+)
 _STEP = 64
 
 IntArray = npt.NDArray[np.int32]
@@ -69,10 +71,12 @@ def plan_work(
     groups: Sequence[Group] = (),
     most: int = 64,
     *,
+    known: IntArray | None = None,
     fixed: bool = False,
 ) -> Work:
-    """Row i sees tokens `begins[i] … ends[i]-1` by itself, through table `tables[i]`, and those before with its group. A piece
-    has `most` rows at most. `fixed`: how a stretch is cut does not depend on which others there are."""
+    """Row i sees tokens `begins[i] … ends[i]-1` by itself, through table `tables[i]`, and those before with its group. Tokens
+    from `known[i]` on are this step's own; all that groups share is older. A piece has `most` rows at most. `fixed`: how a
+    stretch is cut does not depend on which others there are."""
     length = ends - begins
     each = piece_length(length)
     counts = -(-length // each)
@@ -84,6 +88,7 @@ def plan_work(
     each = each[row]
     own = np.empty((total, FIELDS), np.int32)
     own[:, 0], own[:, 1], own[:, 2], own[:, 5] = row, 1, tables[row], number
+    own[:, 6] = (ends if known is None else known)[row]
     begin = begins[row] + (number - starts[row]) * each
     own[:, 3] = begin
     np.minimum(begin + each, ends[row], out=own[:, 4])
@@ -111,7 +116,7 @@ def _shared(
             end = min(begin + each, group.num_shared)
             for first in range(group.first_row, group.first_row + group.num_rows, most):
                 count = min(most, group.first_row + group.num_rows - first)
-                pieces.append((first, count, group.table, begin, end, first_result))
+                pieces.append((first, count, group.table, begin, end, first_result, end))
                 rows.append(np.arange(first, first + count, dtype=np.int32))
                 results.append(np.arange(first_result, first_result + count, dtype=np.int32))
                 first_result += count

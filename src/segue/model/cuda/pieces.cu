@@ -1,0 +1,468 @@
+// Attention of a few rows over paged KV, with all that lies between the product before it and the one after it: norms and rotation of
+// queries and keys, and new KV on its way to the cache.
+//
+// What is to be done is a list of pieces (work.py). A piece is a stretch of KV and its lanes: the heads of one row, or of all rows that
+// share the stretch, up to 64 of them. A program does pieces of one KV head, one after the other. One warp brings the stretch, 64 tokens
+// at a time, in a ring of stages, and begins before the kernel's turn has come, since what it reads is older than the step:
+//
+//     begin |------------- KV of earlier steps -------------|- known -- this step's own tokens --| end
+//
+// Keys and values of this step's own tokens, which end the stretch of a single row, do not come from memory: whoever needs them makes
+// them out of the product, and the row that they are of writes them to the cache. Beams see their own tokens elsewhere; for them,
+// whoever has the beginning of what they share writes those, and their queries.
+//
+// What a piece gives is a row's output if the row has no other, or else a sum with its peak and mass, as `_together` in attention.py
+// reads them. If the step MERGES, whoever is last of a row's pieces puts them together.
+//
+// It is compiled for HEADS and KV_HEADS, DIM (64 or 128), SIZE (of a block), STAGES, FIELDS (of a piece), HAS_NORM (of queries and keys).
+
+#include <hopper.h>
+
+constexpr int GROUP = HEADS / KV_HEADS, ALL_HEADS = HEADS + 2 * KV_HEADS;
+constexpr int LANES = 64, CHUNK = 64, HALVES = DIM / 64;  // 64 numbers, or 128 bytes, lie in a line
+constexpr int BOX = SIZE < CHUNK ? SIZE : CHUNK;          // tokens that are copied at once
+constexpr int PLANE = CHUNK * 128, TILE_BYTES = HALVES * PLANE, STAGE_BYTES = 2 * TILE_BYTES;
+constexpr int WORKERS = 128, THREADS = WORKERS + 32;  // the last warp copies
+constexpr int FOUR = 4, ROUNDS = LANES * FOUR / WORKERS;  // threads that prepare a head, and how often they do so
+constexpr int PART = DIM / 2 / FOUR;                      // of the left, and of the right half of a head, that each of them has
+
+struct Step {
+    TensorMap keys, values;
+    const u16* qkv;  // [rows, ALL_HEADS, DIM]
+    u16 *k_cache, *v_cache, *q, *out;
+    const u16 *q_norm, *k_norm;
+    const float *cosines, *sines;  // [positions, DIM / 2]
+    const int *positions, *slots, *tables, *own, *shared, *counts, *starts, *tail_counts;
+    float *sums, *logs;
+    int* arrivals;
+    float scale, eps;  // the scale is for exponentials to base 2
+    int table_stride, merges;
+};
+
+// A piece, as work.py writes it.
+struct Piece {
+    int first_row, num_rows, table, begin, end, result, known;
+    int num_lanes, num_chunks;
+    bool is_own;
+
+    DEVICE Piece(const int* from, bool own) {
+        first_row = from[0], num_rows = from[1], table = from[2], begin = from[3], end = from[4], result = from[5], known = from[6];
+        num_lanes = num_rows * GROUP, num_chunks = (end - begin + CHUNK - 1) / CHUNK, is_own = own;
+    }
+    DEVICE int first_new() const { return known < begin ? begin : known; }  // of this step's own tokens; `end` if there is none
+};
+
+// The pieces that a program does. Those that rows share, which take longest, come first; then it goes back and forth, so that who had
+// a long one is the last to get another.
+struct Pieces {
+    const Step& step;
+    int num_shared, total, round = 0, slot, slots;
+
+    DEVICE Pieces(const Step& given) : step(given) {
+        num_shared = step.shared ? step.counts[1] : 0;
+        total = num_shared + (step.own ? step.counts[0] : 0);
+        slot = my_program() / KV_HEADS, slots = num_programs() / KV_HEADS;
+    }
+    DEVICE int number() const { return round * slots + (round % 2 ? slots - 1 - slot : slot); }
+    DEVICE bool is_over() const { return number() >= total; }
+    DEVICE void next() { round++; }
+    DEVICE Piece piece() const {
+        const int at = number();
+        return at < num_shared ? Piece(step.shared + at * FIELDS, false) : Piece(step.own + (at - num_shared) * FIELDS, true);
+    }
+};
+
+// A stage of the ring, and how often it has been gone through, as barriers count it.
+struct Turn {
+    u32 at = 0, parity = 0;
+    DEVICE void next() {
+        if (++at == STAGES) at = 0, parity ^= 1;
+    }
+};
+
+struct Shared {
+    u32 queries, ring, full, empty, is_last;
+
+    DEVICE Shared() {
+        queries = shared_begin();
+        ring = queries + TILE_BYTES;
+        full = ring + STAGES * STAGE_BYTES;
+        empty = full + 8 * STAGES;
+        is_last = empty + 8 * STAGES;
+    }
+    DEVICE u32 keys(u32 stage) const { return ring + stage * STAGE_BYTES; }
+    DEVICE u32 values(u32 stage) const { return keys(stage) + TILE_BYTES; }
+};
+
+// Where eight numbers of a line lie, beginning with `column` of DIM.
+DEVICE u32 octet_at(u32 tile, int line, int column) {
+    return tile + column / 64 * PLANE + line * 128 + ((column % 64 / 8 ^ line & 7) << 4);
+}
+
+// The copying warp
+
+// Only blocks that something is known of; what lies behind that is written over, or not looked at.
+DEVICE void bring(const Step& step, const Shared& here, const Piece& piece, int kv_head, int chunk, const Turn& turn) {
+    const u32 stage = turn.at;
+    const int begin = piece.begin + chunk * CHUNK, stop = piece.known < piece.end ? piece.known : piece.end;
+    const int left = stop - begin, boxes = left <= 0 ? 0 : left >= CHUNK ? CHUNK / BOX : (left + BOX - 1) / BOX;
+    const u32 barrier = here.full + 8 * stage;
+    if (my_thread() % 32 == 0) {  // alone: others might miss that it was empty, if it is full and empty again before they look
+        wait_for(here.empty + 8 * stage, turn.parity ^ 1);
+        arrive_expecting(barrier, boxes * (2 * HALVES * BOX * 128));
+    }
+    meet_warp();
+    for (int item = my_thread() % 32; item < boxes * 2 * HALVES; item += 32) {
+        const int box = item / (2 * HALVES), plane = item % HALVES, token = begin + box * BOX;
+        const bool is_value = item / HALVES % 2;
+        const int block = step.tables[piece.table * step.table_stride + token / SIZE];
+        const u32 tile = is_value ? here.values(stage) : here.keys(stage);
+        copy_tokens(tile + plane * PLANE + box * (BOX * 128), is_value ? &step.values : &step.keys, 64 * plane,
+                    (block * KV_HEADS + kv_head) * SIZE + token % SIZE, barrier);
+    }
+}
+
+DEVICE void bring_all(const Step& step, const Shared& here, int kv_head) {
+    Turn turn;
+    for (Pieces pieces(step); !pieces.is_over(); pieces.next()) {
+        const Piece piece = pieces.piece();
+        for (int chunk = 0; chunk < piece.num_chunks; chunk++, turn.next()) bring(step, here, piece, kv_head, chunk, turn);
+    }
+}
+
+// Queries, and new keys and values
+
+// One head of one row, to be prepared by four threads.
+struct Task {
+    enum { NOTHING, QUERY, KEY, VALUE } what = NOTHING;
+    int row = 0, head = 0, line = 0;  // `line`: where it is to be, of what is new
+
+    Task() = default;
+    // The piece's queries; then a key and a value of each of its new tokens.
+    DEVICE Task(const Step& step, const Piece& piece, int kv_head, int number) {
+        if (number < piece.num_lanes) {
+            what = QUERY, row = piece.first_row + number / GROUP, head = kv_head * GROUP + number % GROUP;
+            return;
+        }
+        const int extra = number - piece.num_lanes, token = piece.first_new() + extra / 2;
+        if (!piece.is_own || token >= piece.end) return;
+        row = piece.first_row - (step.positions[piece.first_row] - token), line = token - piece.begin;
+        of_kv(extra % 2, kv_head);
+    }
+    // A key or a value of each row.
+    DEVICE Task(const Piece& piece, int kv_head, int number) {
+        row = piece.first_row + number / 2;
+        of_kv(number % 2, kv_head);
+    }
+    DEVICE void of_kv(bool is_value, int kv_head) { what = is_value ? VALUE : KEY, head = HEADS + (is_value ? KV_HEADS : 0) + kv_head; }
+};
+
+// What a thread has of a head: two numbers in each word, from the left half and, across from them, from the right.
+struct Head {
+    u32 left[PART / 2] = {}, right[PART / 2] = {};
+
+    DEVICE void load(const u16* from) {
+#pragma unroll
+        for (int at = 0; at < PART / 2; at += 4) load_words(left + at, from + 2 * at), load_words(right + at, from + DIM / 2 + 2 * at);
+    }
+    DEVICE void store(u16* to) const {
+#pragma unroll
+        for (int at = 0; at < PART / 2; at += 4) store_words(to + 2 * at, left + at), store_words(to + DIM / 2 + 2 * at, right + at);
+    }
+    DEVICE void keep(u32 tile, int line, int part) const {
+#pragma unroll
+        for (int at = 0; at < PART / 2; at += 4) {
+            keep_words(octet_at(tile, line, part * PART + 2 * at), left + at);
+            keep_words(octet_at(tile, line, DIM / 2 + part * PART + 2 * at), right + at);
+        }
+    }
+    DEVICE void find(u32 tile, int line, int part) {
+#pragma unroll
+        for (int at = 0; at < PART / 2; at += 4) {
+            kept_words(left + at, octet_at(tile, line, part * PART + 2 * at));
+            kept_words(right + at, octet_at(tile, line, DIM / 2 + part * PART + 2 * at));
+        }
+    }
+};
+
+struct Angles {
+    float cosines[PART] = {}, sines[PART] = {};
+
+    DEVICE void load(const Step& step, int position, int part) {
+        const u64 from = u64(position) * (DIM / 2) + part * PART;
+#pragma unroll
+        for (int at = 0; at < PART; at += 4) load_floats(cosines + at, step.cosines + from + at), load_floats(sines + at, step.sines + from + at);
+    }
+};
+
+// Norm and rotation. All threads of a head come here.
+DEVICE void turn(Head& head, bool is_turned, const Angles& angles, const u16* norm, float eps, int part) {
+    float scale = 1;
+    if (HAS_NORM) {
+        float squares = 0;
+#pragma unroll
+        for (int at = 0; at < PART / 2; at++) {
+            const float l = low_of(head.left[at]), m = high_of(head.left[at]), r = low_of(head.right[at]), s = high_of(head.right[at]);
+            squares += l * l + m * m + r * r + s * s;
+        }
+        squares += from_lane(squares, 1);
+        squares += from_lane(squares, 2);
+        scale = inverse_root(squares / DIM + eps);
+    }
+#pragma unroll
+    for (int four = 0; four < PART / 2; four += 4) {
+        u32 low[4], high[4];
+        if (HAS_NORM) load_words(low, norm + part * PART + 2 * four), load_words(high, norm + DIM / 2 + part * PART + 2 * four);
+#pragma unroll
+        for (int at = four; at < four + 4; at++) {
+            float left[2] = {low_of(head.left[at]), high_of(head.left[at])};
+            float right[2] = {low_of(head.right[at]), high_of(head.right[at])};
+            if (HAS_NORM) {
+                left[0] *= scale * low_of(low[at % 4]), left[1] *= scale * high_of(low[at % 4]);
+                right[0] *= scale * low_of(high[at % 4]), right[1] *= scale * high_of(high[at % 4]);
+            }
+            const float *c = angles.cosines + 2 * at, *s = angles.sines + 2 * at;
+            const u32 new_left = packed(left[0] * c[0] - right[0] * s[0], left[1] * c[1] - right[1] * s[1]);
+            const u32 new_right = packed(right[0] * c[0] + left[0] * s[0], right[1] * c[1] + left[1] * s[1]);
+            if (is_turned) head.left[at] = new_left, head.right[at] = new_right;
+        }
+    }
+}
+
+DEVICE void load(Head& head, const Step& step, const Task& task, int part) {
+    if (task.what != Task::NOTHING) head.load(step.qkv + (u64(task.row) * ALL_HEADS + task.head) * DIM + part * PART);
+}
+
+DEVICE void prepare(Head& head, const Step& step, const Task& task, const Angles& angles, int part) {
+    turn(head, task.what != Task::VALUE, angles, task.what == Task::KEY ? step.k_norm : step.q_norm, step.eps, part);
+}
+
+DEVICE void write_kv(const Head& head, const Step& step, const Task& task, int kv_head, int part) {
+    const int slot = step.slots[task.row];
+    u16* to = task.what == Task::VALUE ? step.v_cache : step.k_cache;
+    head.store(to + ((u64(slot / SIZE) * KV_HEADS + kv_head) * SIZE + slot % SIZE) * DIM + part * PART);
+}
+
+// Rows of which no piece has their own tokens: their KV.
+DEVICE void write_rows(const Step& step, const Piece& piece, int kv_head) {
+    const int part = my_thread() % FOUR;
+    for (int number = my_thread() / FOUR; number < 2 * piece.num_rows; number += WORKERS / FOUR) {
+        const Task task(piece, kv_head, number);
+        Head head;
+        Angles angles;
+        angles.load(step, step.positions[task.row], part);
+        load(head, step, task, part);
+        prepare(head, step, task, angles, part);
+        if (step.tail_counts[task.row] > 0) write_kv(head, step, task, kv_head, part);
+    }
+}
+
+// Each thread has, of lanes `line` and `line + 8`, every fourth pair of columns.
+struct Sums {
+    float total[HALVES][32] = {}, peak[2] = {lowest(), lowest()}, mass[2] = {};
+};
+
+// A chunk, of which `left` tokens are there.
+DEVICE void absorb(Sums& sums, const Shared& here, u32 stage, int left, float scale) {
+    float weights[32] = {};
+    products_begin();
+#pragma unroll
+    for (int sixteen = 0; sixteen < DIM / 16; sixteen++) {
+        const u64 at = u64(sixteen / 4) * (PLANE / 16) + sixteen % 4 * NEXT_SIXTEEN;
+        multiply_add<64>(weights, operand(here.queries) + at, operand(here.keys(stage)) + at);
+    }
+    products_commit();
+    products_wait<0>();
+    const int column = my_thread() % 4 * 2;
+    float peak[2] = {sums.peak[0], sums.peak[1]};
+#pragma unroll
+    for (int at = 0; at < 32; at++) {
+        weights[at] = at / 4 * 8 + column + at % 2 < left ? weights[at] * scale : lowest();
+        peak[at / 2 % 2] = larger(peak[at / 2 % 2], weights[at]);
+    }
+    float fade[2];
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+        peak[which] = larger(peak[which], from_lane(peak[which], 1));
+        peak[which] = larger(peak[which], from_lane(peak[which], 2));
+        fade[which] = power_of_two(sums.peak[which] - peak[which]);
+        sums.mass[which] *= fade[which], sums.peak[which] = peak[which];
+    }
+    u32 held[16];  // as a product takes its left side from registers
+#pragma unroll
+    for (int at = 0; at < 32; at += 2) {
+        const float one = power_of_two(weights[at] - peak[at / 2 % 2]), other = power_of_two(weights[at + 1] - peak[at / 2 % 2]);
+        sums.mass[at / 2 % 2] += one + other;
+        held[at / 2] = packed(one, other);
+    }
+#pragma unroll
+    for (int half = 0; half < HALVES; half++)
+#pragma unroll
+        for (int at = 0; at < 32; at++) sums.total[half][at] *= fade[at / 2 % 2];
+    products_begin();
+#pragma unroll
+    for (int sixteen = 0; sixteen < CHUNK / 16; sixteen++)
+#pragma unroll
+        for (int half = 0; half < HALVES; half++)
+            multiply_add_held(sums.total[half], held + 4 * sixteen,
+                              operand(here.values(stage) + half * PLANE) + sixteen * NEXT_SIXTEEN_LINES);
+    products_commit();
+    products_wait<0>();
+}
+
+// One of the two lanes that a thread has something of.
+DEVICE void give(const Sums& sums, const Step& step, const Piece& piece, int kv_head, int which, bool is_whole) {
+    const int lane = my_thread() / 32 * 16 + my_thread() % 32 / 4 + which * 8, quarter = my_thread() % 4;
+    if (lane >= piece.num_lanes) return;
+    const int row = lane / GROUP, head = kv_head * GROUP + lane % GROUP;
+    const u64 result = u64(piece.result + row) * HEADS + head;
+    u16* out = step.out + (u64(piece.first_row + row) * HEADS + head) * DIM;
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+#pragma unroll
+        for (int eight = 0; eight < 8; eight++) {
+            const float one = sums.total[half][eight * 4 + which * 2], other = sums.total[half][eight * 4 + which * 2 + 1];
+            const int column = half * 64 + eight * 8 + quarter * 2;
+            if (is_whole)
+                store_word(out + column, packed(one / sums.mass[which], other / sums.mass[which]));
+            else
+                store_two(step.sums + result * DIM + column, one, other);
+        }
+    }
+    if (!is_whole && quarter == 0) store_two(step.logs + 2 * result, sums.peak[which], sums.mass[which]);
+}
+
+// What all pieces of a row gave. Who has a column of a head asks for what eight of them gave at once.
+DEVICE void put_together(const Step& step, const Piece& piece, int kv_head) {
+    constexpr int EACH = DIM / 4, AT_ONCE = 8;  // threads of a head; pieces
+    const int first = step.starts[piece.first_row], last = step.starts[piece.first_row + 1], column = my_thread() % EACH * 4;
+    for (int which = my_thread() / EACH; which < GROUP; which += WORKERS / EACH) {
+        const int head = kv_head * GROUP + which;
+        float peak = lowest(), mass = 0, total[4] = {};
+        for (int begin = first; begin < last; begin += AT_ONCE) {
+            float parts[AT_ONCE][4], told[AT_ONCE][2], highest = peak;
+#pragma unroll
+            for (int at = 0; at < AT_ONCE; at++) {
+                const u64 result = u64(begin + at < last ? begin + at : first) * HEADS + head;
+                load_two_new(told[at], step.logs + 2 * result);
+                load_floats_new(parts[at], step.sums + result * DIM + column);
+            }
+#pragma unroll
+            for (int at = 0; at < AT_ONCE; at++) highest = larger(highest, told[at][0]);
+            const float fade = power_of_two(peak - highest);
+            mass *= fade, peak = highest;
+#pragma unroll
+            for (int each = 0; each < 4; each++) total[each] *= fade;
+#pragma unroll
+            for (int at = 0; at < AT_ONCE; at++) {
+                const float gain = begin + at < last ? power_of_two(told[at][0] - highest) : 0;
+                mass += gain * told[at][1];
+#pragma unroll
+                for (int each = 0; each < 4; each++) total[each] += gain * parts[at][each];
+            }
+        }
+        u16* out = step.out + (u64(piece.first_row) * HEADS + head) * DIM + column;
+        store_pair(out, {packed(total[0] / mass, total[1] / mass), packed(total[2] / mass, total[3] / mass)});
+    }
+}
+
+// Of a row's pieces one is last: it puts them together, and leaves the count as it was.
+DEVICE void merge(const Step& step, const Shared& here, const Piece& piece, int kv_head, int others) {
+    meet_threads(2, WORKERS);
+    if (my_thread() == 0) {
+        int* arrived = step.arrivals + piece.first_row * KV_HEADS + kv_head;
+        const bool is_last = add_one(arrived) == others;
+        if (is_last) clear(arrived);
+        keep_word(here.is_last, is_last);
+    }
+    meet_threads(2, WORKERS);
+    if (kept_word(here.is_last)) put_together(step, piece, kv_head);
+}
+
+// Queries and what is new, into the place of queries; what is new stays there until its chunk has come.
+DEVICE void prepare_all(const Step& step, const Shared& here, const Piece& piece, int kv_head, bool has_beams) {
+    const int part = my_thread() % FOUR;
+    Task tasks[ROUNDS];
+    Head heads[ROUNDS];
+    Angles angles;
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++) tasks[round] = Task(step, piece, kv_head, round * (WORKERS / FOUR) + my_thread() / FOUR);
+    if (tasks[0].what != Task::NOTHING) angles.load(step, step.positions[tasks[0].row], part);
+    wait_for_kernel_before();
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++) load(heads[round], step, tasks[round], part);
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++) {
+        const Task& task = tasks[round];
+        if (task.what == Task::NOTHING) continue;
+        if (round > 0) angles.load(step, step.positions[task.row], part);  // the same ones, as a rule
+        prepare(heads[round], step, task, angles, part);
+        heads[round].keep(here.queries, round * (WORKERS / FOUR) + my_thread() / FOUR, part);
+        if (task.what == Task::QUERY && has_beams) heads[round].store(step.q + (u64(task.row) * HEADS + task.head) * DIM + part * PART);
+        if (task.what != Task::QUERY && task.row == piece.first_row) write_kv(heads[round], step, task, kv_head, part);
+    }
+}
+
+// What is new, from the place of queries to where it belongs in a chunk.
+DEVICE void place_new(const Step& step, const Shared& here, const Piece& piece, int kv_head, int chunk, u32 stage) {
+    const int part = my_thread() % FOUR;
+    for (int number = my_thread() / FOUR; number < LANES; number += WORKERS / FOUR) {
+        const Task task(step, piece, kv_head, number);
+        if (task.what == Task::NOTHING || task.what == Task::QUERY || task.line / CHUNK != chunk) continue;
+        Head head;
+        head.find(here.queries, number, part);
+        head.keep(task.what == Task::VALUE ? here.values(stage) : here.keys(stage), task.line % CHUNK, part);
+    }
+}
+
+DEVICE void attend(const Step& step, const Shared& here, const Piece& piece, int kv_head, Turn& turn) {
+    const int length = piece.end - piece.begin;
+    const int others = step.merges ? step.starts[piece.first_row + 1] - step.starts[piece.first_row] - 1 : 1;
+    const bool has_beams = step.tail_counts && !piece.is_own && piece.begin == 0;
+    prepare_all(step, here, piece, kv_head, has_beams);
+    Sums sums;
+    for (int chunk = 0; chunk < piece.num_chunks; chunk++, turn.next()) {
+        const int begin = chunk * CHUNK, left = length - begin;
+        const bool is_new = piece.first_new() - piece.begin < begin + CHUNK && piece.first_new() < piece.end;
+        wait_for(here.full + 8 * turn.at, turn.parity);
+        if (is_new) place_new(step, here, piece, kv_head, chunk, turn.at);
+        for (int item = my_thread(); item < (CHUNK - left) * (DIM / 8); item += WORKERS) {  // a weight of 0 does not help against no number
+            const u32 zeros[4] = {};
+            keep_words(octet_at(here.values(turn.at), left + item / (DIM / 8), item % (DIM / 8) * 8), zeros);
+        }
+        const bool is_mended = is_new || left < CHUNK;
+        if (chunk == 0 || is_mended) fence_products(), meet_threads(2, WORKERS);
+        absorb(sums, here, turn.at, left, step.scale);
+        if (my_thread() % 32 == 0) arrive(here.empty + 8 * turn.at);
+    }
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+        sums.mass[which] += from_lane(sums.mass[which], 1);
+        sums.mass[which] += from_lane(sums.mass[which], 2);
+    }
+    give(sums, step, piece, kv_head, 0, others == 0);
+    give(sums, step, piece, kv_head, 1, others == 0);
+    if (has_beams) write_rows(step, piece, kv_head);
+    if (step.merges && others > 0) merge(step, here, piece, kv_head, others);
+}
+
+KERNEL_OF_TWO(THREADS) compute(GIVEN Step step) {
+    const Shared here;
+    const int kv_head = my_program() % KV_HEADS;
+    let_next_kernel_begin();
+    if (my_thread() == WORKERS) {
+        for (int at = 0; at < STAGES; at++) make_barrier(here.full + 8 * at, 1), make_barrier(here.empty + 8 * at, WORKERS / 32);
+        fence_barriers();
+    }
+    meet_threads(1, THREADS);
+    if (my_thread() >= WORKERS) {
+        bring_all(step, here, kv_head);
+        return;
+    }
+    Turn turn;
+    for (Pieces pieces(step); !pieces.is_over(); pieces.next()) {
+        attend(step, here, pieces.piece(), kv_head, turn);
+        meet_threads(2, WORKERS);  // the next piece's queries go where this one's were
+    }
+    wait_for_kernel_before();
+}

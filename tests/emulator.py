@@ -1,0 +1,71 @@
+"""Kernels in C++ on an emulated device (`tests/cuda`)."""
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from segue.model.cuda import driver, pieces
+
+_FOLDER = Path(__file__).parent / "cuda"
+
+
+class Emulator:
+    """What it compiled for this machine, for a session of tests."""
+
+    def __init__(self, tmp_path_factory):
+        self._tmp_path_factory = tmp_path_factory
+        self._compiler = shutil.which("g++")
+        self._made = {}
+
+    def build(self, name, macros, source=None):
+        """The kernel of that name, with `source` another than the real one, as a library."""
+        if self._compiler is None:
+            pytest.skip("no C++ compiler")
+        key = name, tuple(sorted(macros.items())), source
+        if key not in self._made:
+            folder = self._tmp_path_factory.mktemp("emulated")
+            (folder / f"{name}.cu").write_text(source or (driver.SOURCES / f"{name}.cu").read_text())
+            command = [
+                self._compiler,
+                "-std=c++20",
+                "-O2",
+                "-shared",
+                "-fPIC",
+                "-Wno-psabi",
+                f"-I{_FOLDER}",
+                f"-I{folder}",
+            ]
+            command += [f"-D{macro}={value}" for macro, value in macros.items()]
+            subprocess.run([*command, str(_FOLDER / f"{name}.cpp"), "-o", str(folder / "kernel.so")], check=True)
+            self._made[key] = ctypes.CDLL(str(folder / "kernel.so"))
+        return self._made[key]
+
+
+def tensor_map(boxes):
+    """As the emulated device reads it."""
+    five = [[*values, *[0] * (5 - len(values))] for values in (boxes.sizes, (2, *boxes.strides), boxes.box)]
+    raw = struct.pack("<Q5Q5Q5II16x", boxes.base, *five[0], *five[1], *five[2], len(boxes.sizes))
+    return driver.TensorMap.from_buffer_copy(raw)
+
+
+class EmulatedPieceKernel:
+    """In place of `pieces.PieceKernel`: `slots` programs for each KV head, in an order that `seed` draws."""
+
+    def __init__(self, emulator, kind, dtype, slots=5, seed=0, source=None):
+        self._library = emulator.build("pieces", kind.macros(dtype), source)
+        self.kind, self.slots, self.seed, self.num_runs = kind, slots, seed, 0
+
+    def attend(self, given, *, scale, eps):
+        """Whether it came to its end. The product is no number until the kernel before has ended."""
+        keys, values = (tensor_map(pieces.kv_boxes(each)) for each in (given.k_cache, given.v_cache))
+        product, there = given.qkv, torch.full_like(given.qkv, torch.nan)
+        step = pieces.describe(given._replace(qkv=there), keys, values, scale=scale, eps=eps)
+        assert ctypes.sizeof(step) == self._library.size_of_step()
+        pointer, size = ctypes.c_void_p(product.data_ptr()), ctypes.c_size_t(product.nbytes)
+        self.num_runs += 1
+        return not self._library.run(ctypes.byref(step), self.slots * self.kind.kv_heads, self.seed, pointer, size)
