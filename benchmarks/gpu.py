@@ -1,6 +1,7 @@
 """The engine on a CUDA device, beside vLLM and what the memory's speed allows: one table.
 
-    python benchmarks/gpu.py [--shape qwen3-1.7b|llama-8b] [--only decode,drawn,first,beams,forks,agents,idle,profile] [--exact]
+    python benchmarks/gpu.py [--shape qwen3-1.7b|llama-8b] [--exact] [--attention fused]
+                             [--only decode,drawn,first,beams,forks,agents,idle,profile]
 
 Weights are random and in bf16: how fast a step is does not depend on them. Each figure is the least of several rounds. The floor
 of a decode step is one read of the weights. vLLM runs first, in a process of its own, if it can be imported (`--no-vllm`: not).
@@ -258,7 +259,7 @@ def agents_here(shape: str, options: argparse.Namespace) -> Figures:
         tiers = [f"host={host}"] if host else []
         played = play_locally(
             workload, load(shape), policy, tiers, device="cuda", num_blocks=5403, max_model_len=8192,
-            max_step_tokens=4096, exact=options.exact,
+            max_step_tokens=4096, exact=options.exact, attention=options.attention,
         )  # fmt: skip
         name = f"agents, {options.jps:g} jobs/s, {policy}{' + host' if tiers else ''}, s a job"
         found |= heard("ours", {name: statistics.mean(played.durations.values())})
@@ -494,6 +495,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), action="append")
     parser.add_argument("--only", default="decode,drawn,first,beams,forks")
     parser.add_argument("--exact", action="store_true", help="batch-invariant")
+    parser.add_argument("--attention", default="triton", choices=["triton", "fused"], help="of few rows")
     parser.add_argument("--jps", type=float, default=8.0, help="agents: jobs a second")
     parser.add_argument("--seconds", type=float, default=30.0, help="agents: for how long they come")
     parser.add_argument(
@@ -509,7 +511,7 @@ def main() -> None:
         theirs, ours, began = vllm_figures(shape, options), {}, time.perf_counter()
         parts = options.only.split(",")
         if set(parts) - {"agents"}:
-            with open_engine(shape, kv_memory="20GiB", exact=options.exact) as engine:
+            with open_engine(shape, kv_memory="20GiB", exact=options.exact, attention=options.attention) as engine:
                 print(f"{shape}: {engine.backend_note}; ready after {time.perf_counter() - began:.1f} s")
                 for part in parts:
                     if part != "agents":
