@@ -697,6 +697,32 @@ def test_a_kind_is_recorded_when_it_comes_the_second_time(recording):
 
 
 @torch.inference_mode()
+def test_before_a_kind_is_recorded_one_with_more_rows_stands_in(recording, monkeypatch):
+    monkeypatch.setattr(steps, "SIZES", (16, 40, 48, 64))
+    with open_engine(CudaBackend, CudaRunner) as engine:
+        made = engine._executor._steps
+        sampling, tokens = Sampling(SamplingParams(temperature=0), 0, 1, frozenset()), array("i", range(5, 69))
+
+        def run(count):
+            row = Row(0, tokens, 0, count, array("i", [1, 2, 3, 4]), sampling)
+            return made.run([row], needs_head=True).hidden.clone()
+
+        first = run(37)  # by itself, and recorded the next time
+        assert torch.allclose(run(37), first, atol=1e-4)
+        run(47)
+        wanted = run(47)
+        assert [kind.rows for kind in made._recorded] == [40, 48]
+        made._recorded.pop(next(iter(made._recorded)))
+        made._seen.clear()
+        replays = recording[1].num_replays
+        assert torch.allclose(run(37), first, atol=1e-4)
+        assert recording[1].num_replays == replays + 1 and len(recording) == 2
+        assert torch.allclose(run(37), first, atol=1e-4)
+        assert len(recording) == 3, "its own, from the second time on"
+        assert torch.allclose(run(47), wanted, atol=1e-4)
+
+
+@torch.inference_mode()
 def test_a_step_that_there_is_no_memory_to_record_is_done_without(recording, monkeypatch):
     def capture(run, pool):
         raise torch.OutOfMemoryError("all is taken")

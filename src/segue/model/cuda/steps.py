@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +23,8 @@ from segue.model.decoder import Decoder
 
 MOST_ROWS = 4096
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, FEW_ROWS)
-_LARGE = (320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, MOST_ROWS)
-SIZES = (*_SMALL, *_LARGE)  # rows of a recorded step
+_LARGE = (320, 384, 448, 512, *range(640, MOST_ROWS + 1, 128))  # whole tiles of prompts: few of their rows are nobody's
+SIZES: tuple[int, ...] = (*_SMALL, *_LARGE)  # rows of a recorded step
 _MORE_TILES = (
     4,
     12,
@@ -35,6 +35,7 @@ _MORE_TILES = (
     MOST_ROWS,
 )  # than one prompt has: of several prompts, or of rows that are tiles each
 _GROUPS = (8, 32)
+_ROOMIER = 4 / 3  # how many more rows a recording may have that stands in for one that is not there yet
 _BUFFERED = (16, 64)  # rows, up to which a step's inputs have buffers of their own: less is to be copied
 _COPYING = 16  # rows, up to which a recording copies blocks itself: a launch of its own would take longer
 
@@ -151,9 +152,9 @@ class CudaSteps:
     ) -> Step:
         num_candidates = 1 << (num_candidates - 1).bit_length() if num_candidates else 0  # so that kinds are few
         kind = self._kind(inputs, copies, needs_head=needs_head, num_candidates=num_candidates)
-        if kind is not None and self._is_due(kind) and (recorded := self._recording(kind)) is not None:
-            return self._replay(recorded, kind, inputs, copies, fed)
         if kind is not None:
+            if (ready := self._ready(kind, inputs)) is not None:
+                return self._replay(*ready, inputs, copies, fed)
             self._seen.add(kind)
         hidden = self._decoder.hidden(self._batch(inputs, copies, fed), self._kv)
         if not num_candidates:
@@ -168,19 +169,23 @@ class CudaSteps:
         inputs = self._inputs(rows)
         kind = self._kind(inputs, copies, needs_head=True)
         assert kind is not None or after is None, "a token of each of a few sequences always fits"
-        if kind is None or (after is None and not self._is_due(kind)):
+        if kind is None:
             return None
-        if (recorded := self._recording(kind)) is None:
-            if after is not None:
+        ready = self._ready(kind, inputs)
+        if ready is None:
+            recorded = self._recording(kind) if after is not None else None
+            if recorded is None and after is not None:
                 raise torch.OutOfMemoryError("there is no memory to record a step that others are fed by")
-            return None
+            if recorded is None:
+                return None
+            ready = kind, recorded
         sources = None
         if after is not None:
             places = {sequence: at for at, sequence in enumerate(after.sequences)}
             sources = np.zeros(len(inputs.tokens), np.int32)
             sources[inputs.samples] = [places[row.sequence_id] for row in rows]
         fed = Fed(after.tokens) if after is not None else None
-        step = self._replay(recorded, kind, inputs, copies, fed, sources)
+        step = self._replay(*ready, inputs, copies, fed, sources)
         sampled = [row for row in rows if row.sampling is not None]
         tokens = self.tokens(step, sampled)
         self._turn ^= 1
@@ -202,18 +207,22 @@ class CudaSteps:
 
     def warm_up(self) -> None:
         """Record what is usual: tokens of many sequences, a prompt, and both."""
+        for kind in self._usual():
+            self._recording(kind)
+        self._draws.warm_up(self._backend.few_logits)
+        torch.cuda.synchronize(self._backend.device)
+
+    def _usual(self) -> Iterator[_Kind]:
         for rows in SIZES:
             if rows <= min(FEW_ROWS, self._max_rows, self._max_sequences) and self._backend.exact:
                 for room in {self._tile_room(rows), self._tile_room(rows, rows)}:
-                    self._record(_Kind(rows, rows, has_own=False, num_tiles=room))
+                    yield _Kind(rows, rows, has_own=False, num_tiles=room)
             elif rows <= min(FEW_ROWS, self._max_rows, self._max_sequences):
-                self._record(_Kind(rows, rows))
+                yield _Kind(rows, rows)
             if 16 < rows <= self._max_rows:
                 tiles, samples = self._tile_room(rows), min(rows, FEW_ROWS)
-                self._record(_Kind(rows, 1, has_own=False, num_tiles=tiles))
-                self._record(_Kind(rows, samples, num_tiles=tiles))
-        self._draws.warm_up(self._backend.few_logits)
-        torch.cuda.synchronize(self._backend.device)
+                yield _Kind(rows, 1, has_own=False, num_tiles=tiles)
+                yield _Kind(rows, samples, num_tiles=tiles)
 
     def _inputs(self, rows: Sequence[Row]) -> Inputs:
         backend = self._backend
@@ -221,8 +230,8 @@ class CudaSteps:
 
     def _replay(
         self,
-        recorded: Recorded[Step],
         kind: _Kind,
+        recorded: Recorded[Step],
         inputs: Inputs,
         copies: Sequence[Copy],
         fed: Fed | None,
@@ -257,8 +266,25 @@ class CudaSteps:
         is_simple = kind.rows <= FEW_ROWS and not kind.num_tiles
         return is_simple or kind in self._recorded or kind in self._seen
 
-    def _kind_of(self, inputs: Inputs) -> _Kind:
-        rows, num_samples, num_tiles = _size(len(inputs.tokens)), len(inputs.samples), len(inputs.tiles)
+    def _ready(self, kind: _Kind, inputs: Inputs) -> tuple[_Kind, Recorded[Step]] | None:
+        """A recording of this kind, if it is due, or else one that is there, and has some more rows."""
+        if self._is_due(kind):
+            recorded = self._recording(kind)
+            return (kind, recorded) if recorded is not None else None
+        for rows in SIZES:
+            if kind.rows < rows <= min(kind.rows * _ROOMIER, self._max_rows):
+                roomier = self._kind_of(inputs, rows)._replace(
+                    has_head=kind.has_head, num_candidates=kind.num_candidates
+                )
+                if (recorded := self._recorded.get(roomier)) is not None:
+                    self._seen.add(kind)
+                    return roomier, recorded
+        return None
+
+    def _kind_of(self, inputs: Inputs, rows: int | None = None) -> _Kind:
+        """With so many rows; if not said, with as few as there may be."""
+        rows = rows or _size(len(inputs.tokens))
+        num_samples, num_tiles = len(inputs.samples), len(inputs.tiles)
         has_own, group_rows, has_tails = len(inputs.own) > 0, self._group_rows(inputs), inputs.tails.size > 0
         is_mixed = (has_own or group_rows > 0) and num_tiles > 0
         merged_rows = 0
