@@ -355,6 +355,7 @@ inline void wait_for(u32 barrier, u32 parity) {
     device::Barrier& here = barrier_at(barrier);
     device::wait_until([&here, parity] { return (here.phase & 1) != parity; });
 }
+inline void wait_for_ranks(u32 barrier, u32 parity) { wait_for(barrier, parity); }
 
 // Copies
 

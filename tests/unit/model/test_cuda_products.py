@@ -104,7 +104,7 @@ def test_a_row_is_the_same_beside_others(emulated):
     [
         ("wait_for(here.empty + 8 * turn.at, turn.parity);", ""),
         ("wait_for(here.full + 8 * turn.at, turn.parity);", ""),
-        ("wait_for(here.sent, 0);", ""),
+        ("wait_for_ranks(here.sent, 0);", ""),
         ("products_wait<1>();", ""),
         ("wait_for_kernel_before();\n    for (int chunk", "for (int chunk"),
         ("wait_for_kernel_before();\n    finish", "finish"),

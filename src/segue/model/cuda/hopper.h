@@ -105,7 +105,8 @@ DEVICE float from_lane(float value, int distance) {  // of a warp's four, all of
     return __shfl_xor_sync(0xfu << (threadIdx.x & 28), value, distance);
 }
 DEVICE void arrive_threads(int name, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(count) : "memory"); }
-DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+// With `fence_barriers` before it, that is enough for others to find barriers there; more would be a fence for the whole device.
+DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // Barriers in shared memory: a phase ends when all have arrived and all bytes that were announced have come
@@ -116,16 +117,17 @@ DEVICE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 
 DEVICE void arrive_expecting(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-DEVICE void wait_for(u32 barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } while (!done);
-}
+#define WAIT_FOR(SCOPE) \
+    u32 done; \
+    do { \
+        asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire." SCOPE \
+                     ".shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}" \
+                     : "=r"(done) \
+                     : "r"(barrier), "r"(parity) \
+                     : "memory"); \
+    } while (!done)
+DEVICE void wait_for(u32 barrier, u32 parity) { WAIT_FOR("cta"); }           // this program's threads and copies
+DEVICE void wait_for_ranks(u32 barrier, u32 parity) { WAIT_FOR("cluster"); }  // what others of its cluster send
 
 // Copies: boxes of a tensor, as its map says; their bytes count for a barrier
 

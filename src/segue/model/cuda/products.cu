@@ -161,7 +161,7 @@ KERNEL(THREADS) compute(GIVEN Product product) {
     multiply(product, here, sums);
     wait_for_cluster();  // so all of its programs have their barriers
     send(here, sums);
-    wait_for(here.sent, 0);
+    wait_for_ranks(here.sent, 0);
     wait_for_kernel_before();
     finish(product, here);
 }
