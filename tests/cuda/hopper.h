@@ -327,15 +327,17 @@ inline void let_next_kernel_begin() {}
 // Threads together
 
 inline void meet_warp() { device::meet_warp(); }
-inline float from_lane(float value, int distance) {
+inline float exchanged(float value, int distance, int number, int count) {
     device::Block& here = device::block();
     const int thread = my_thread();
     here.told[thread] = value;
-    device::meet(here.meetings[1000 + thread / 4], 4);
+    device::meet(here.meetings[number], count);
     const float found = here.told.at(thread ^ distance);
-    device::meet(here.meetings[1000 + thread / 4], 4);
+    device::meet(here.meetings[number], count);
     return found;
 }
+inline float from_lane(float value, int distance) { return exchanged(value, distance, 100 + my_thread() / 32, 32); }
+inline float from_neighbour(float value, int distance) { return exchanged(value, distance, 1000 + my_thread() / 4, 4); }
 inline void meet_threads(int name, int count) { device::meet(device::block().meetings[name], count); }
 inline void arrive_threads(int name, int count) { device::arrive_at(device::block().meetings[name], count); }
 inline void arrive_at_cluster() { device::arrive_at(device::clusters[device::me->block / device::ranks], device::ranks * device::threads); }

@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from segue.model.cuda import driver, pieces
+from segue.model.cuda.inputs import FEW
 from segue.model.cuda.pieces import Kind
 from segue.model.tiny import tiny_spec
 from tests.emulator import EmulatedPieceKernel, Emulator
-from tests.pieces import ALL, LLAMA, QWEN, SMOL, Blocks, Case, beams, rows_of
+from tests.pieces import ALL, LLAMA, QWEN, SMOL, Blocks, Case, beams, rows_of, sequences
 
 
 @pytest.fixture(scope="session")
@@ -39,8 +42,35 @@ def test_more_beams_than_a_piece_has_room_for(emulator):
     assert case.is_right(EmulatedPieceKernel(emulator, QWEN, case.dtype))
 
 
+STARTS = st.one_of(st.just(0), st.integers(0, 130), st.integers(0, 600))
+PARTS = st.one_of(
+    st.tuples(st.just("sequence"), STARTS, st.one_of(st.just(1), st.integers(1, FEW))),
+    st.tuples(st.just("beams"), st.integers(1, 350), st.integers(1, 40), st.integers(1, 4)),
+    st.tuples(st.just("forks"), st.lists(st.integers(257, 380), min_size=2, max_size=7)),
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(PARTS, min_size=1, max_size=4), st.sampled_from([QWEN, SMOL]), st.integers(1, 12), st.integers(0, 2**30)
+)
+def test_any_step(emulator, parts, kind, slots, seed):
+    blocks, size, rows = Blocks(300, seed), kind.size, []
+    for what, *given_of in parts:
+        if what == "sequence":
+            start, count = given_of
+            rows += sequences([(start, start + count)], blocks, size)
+        elif what == "beams":
+            rows.append(beams(*given_of, blocks, size))
+        else:
+            shared = blocks.take(256 // size)
+            rows += sequences([(start, start + 1) for start in given_of[0]], blocks, size, shared)
+    case = Case(kind, rows, num_blocks=300, seed=seed)
+    assert case.is_right(EmulatedPieceKernel(emulator, kind, case.dtype, slots, seed))
+
+
 FAULTS = {
-    "copies over what is read": ("wait_for(here.empty + 8 * stage, turn.parity ^ 1);", "", "a long one alone"),
+    "copies over what is read": ("wait_for(here.empty + 8 * turn.at, turn.parity ^ 1);", "", "a long one alone"),
     "reads what has not come": ("wait_for(here.full + 8 * turn.at, turn.parity);", "", "some tokens of one"),
     "reads what is not written yet": (
         "    wait_for_kernel_before();\n#pragma unroll",
@@ -61,7 +91,7 @@ FAULTS = {
         "if (chunk == 0) fence",
         "one after each other",
     ),
-    "others' angles": ("if (round > 0) angles.load", "if (round > 9) angles.load", "forks"),
+    "others' angles": ("if (round > 0) turning.load", "if (round > 9) turning.load", "forks"),
     "sums that are put together before all are there": (
         "    meet_threads(2, WORKERS);\n    if (kept",
         "    if (kept",

@@ -101,7 +101,8 @@ DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_depend
 
 DEVICE void meet_warp() { __syncwarp(); }
 DEVICE void meet_threads(int name, int count) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(count) : "memory"); }
-DEVICE float from_lane(float value, int distance) {  // of a warp's four, all of which come here
+DEVICE float from_lane(float value, int distance) { return __shfl_xor_sync(0xffffffff, value, distance); }
+DEVICE float from_neighbour(float value, int distance) {  // where not all of a warp come, but all of four lanes
     return __shfl_xor_sync(0xfu << (threadIdx.x & 28), value, distance);
 }
 DEVICE void arrive_threads(int name, int count) { asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(count) : "memory"); }

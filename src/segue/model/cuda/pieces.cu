@@ -22,6 +22,7 @@ constexpr int GROUP = HEADS / KV_HEADS, ALL_HEADS = HEADS + 2 * KV_HEADS;
 constexpr int LANES = 64, CHUNK = 64, HALVES = DIM / 64;  // 64 numbers, or 128 bytes, lie in a line
 constexpr int BOX = SIZE < CHUNK ? SIZE : CHUNK;          // tokens that are copied at once
 constexpr int PLANE = CHUNK * 128, TILE_BYTES = HALVES * PLANE, STAGE_BYTES = 2 * TILE_BYTES;
+static_assert(CHUNK / BOX * 2 * HALVES <= 32);
 constexpr int WORKERS = 128, THREADS = WORKERS + 32;  // the last warp copies
 constexpr int FOUR = 4, ROUNDS = LANES * FOUR / WORKERS;  // threads that prepare a head, and how often they do so
 constexpr int PART = DIM / 2 / FOUR;                      // of the left, and of the right half of a head, that each of them has
@@ -101,25 +102,23 @@ DEVICE u32 octet_at(u32 tile, int line, int column) {
 
 // The copying warp
 
-// Only blocks that something is known of; what lies behind that is written over, or not looked at.
+// Only blocks that something is known of; what lies behind that is written over, or not looked at. A lane has one copy at most.
 DEVICE void bring(const Step& step, const Shared& here, const Piece& piece, int kv_head, int chunk, const Turn& turn) {
-    const u32 stage = turn.at;
     const int begin = piece.begin + chunk * CHUNK, stop = piece.known < piece.end ? piece.known : piece.end;
     const int left = stop - begin, boxes = left <= 0 ? 0 : left >= CHUNK ? CHUNK / BOX : (left + BOX - 1) / BOX;
-    const u32 barrier = here.full + 8 * stage;
-    if (my_thread() % 32 == 0) {  // alone: others might miss that it was empty, if it is full and empty again before they look
-        wait_for(here.empty + 8 * stage, turn.parity ^ 1);
+    const int lane = my_thread() % 32, box = lane / (2 * HALVES), plane = lane % HALVES, token = begin + box * BOX;
+    const bool is_value = lane / HALVES % 2, has_copy = box < boxes;
+    const int block = has_copy ? step.tables[piece.table * step.table_stride + token / SIZE] : 0;
+    const u32 barrier = here.full + 8 * turn.at;
+    if (lane == 0) {  // alone: others might miss that it was empty, if it is full and empty again before they look
+        wait_for(here.empty + 8 * turn.at, turn.parity ^ 1);
         arrive_expecting(barrier, boxes * (2 * HALVES * BOX * 128));
     }
     meet_warp();
-    for (int item = my_thread() % 32; item < boxes * 2 * HALVES; item += 32) {
-        const int box = item / (2 * HALVES), plane = item % HALVES, token = begin + box * BOX;
-        const bool is_value = item / HALVES % 2;
-        const int block = step.tables[piece.table * step.table_stride + token / SIZE];
-        const u32 tile = is_value ? here.values(stage) : here.keys(stage);
-        copy_tokens(tile + plane * PLANE + box * (BOX * 128), is_value ? &step.values : &step.keys, 64 * plane,
-                    (block * KV_HEADS + kv_head) * SIZE + token % SIZE, barrier);
-    }
+    if (!has_copy) return;
+    const u32 tile = is_value ? here.values(turn.at) : here.keys(turn.at);
+    copy_tokens(tile + plane * PLANE + box * (BOX * 128), is_value ? &step.values : &step.keys, 64 * plane,
+                (block * KV_HEADS + kv_head) * SIZE + token % SIZE, barrier);
 }
 
 DEVICE void bring_all(const Step& step, const Shared& here, int kv_head) {
@@ -132,29 +131,32 @@ DEVICE void bring_all(const Step& step, const Shared& here, int kv_head) {
 
 // Queries, and new keys and values
 
-// One head of one row, to be prepared by four threads.
+// One head of one row, to be prepared by four threads. All of it is older than the step.
 struct Task {
     enum { NOTHING, QUERY, KEY, VALUE } what = NOTHING;
-    int row = 0, head = 0, line = 0;  // `line`: where it is to be, of what is new
+    int row = 0, head = 0, position = 0, slot = 0, line = 0;  // `line`: where it is to be, of what is new
 
     Task() = default;
     // The piece's queries; then a key and a value of each of its new tokens.
     DEVICE Task(const Step& step, const Piece& piece, int kv_head, int number) {
         if (number < piece.num_lanes) {
             what = QUERY, row = piece.first_row + number / GROUP, head = kv_head * GROUP + number % GROUP;
+            position = step.positions[row];
             return;
         }
         const int extra = number - piece.num_lanes, token = piece.first_new() + extra / 2;
         if (!piece.is_own || token >= piece.end) return;
-        row = piece.first_row - (step.positions[piece.first_row] - token), line = token - piece.begin;
-        of_kv(extra % 2, kv_head);
+        row = piece.first_row - (step.positions[piece.first_row] - token), line = token - piece.begin, position = token;
+        of_kv(step, kv_head, extra % 2);
     }
     // A key or a value of each row.
-    DEVICE Task(const Piece& piece, int kv_head, int number) {
-        row = piece.first_row + number / 2;
-        of_kv(number % 2, kv_head);
+    DEVICE Task(const Step& step, const Piece& piece, int kv_head, int number, bool is_value) {
+        row = piece.first_row + number, position = step.positions[row];
+        of_kv(step, kv_head, is_value);
     }
-    DEVICE void of_kv(bool is_value, int kv_head) { what = is_value ? VALUE : KEY, head = HEADS + (is_value ? KV_HEADS : 0) + kv_head; }
+    DEVICE void of_kv(const Step& step, int kv_head, bool is_value) {
+        what = is_value ? VALUE : KEY, head = HEADS + (is_value ? KV_HEADS : 0) + kv_head, slot = step.slots[row];
+    }
 };
 
 // What a thread has of a head: two numbers in each word, from the left half and, across from them, from the right.
@@ -185,18 +187,23 @@ struct Head {
     }
 };
 
-struct Angles {
+// What a head is turned by, and how long it is to be: older than the step too.
+struct Turning {
     float cosines[PART] = {}, sines[PART] = {};
+    u32 low[PART / 2] = {}, high[PART / 2] = {};  // of the norm's weights
 
-    DEVICE void load(const Step& step, int position, int part) {
-        const u64 from = u64(position) * (DIM / 2) + part * PART;
+    DEVICE void load(const Step& step, const Task& task, int part) {
+        const u64 from = u64(task.position) * (DIM / 2) + part * PART;
+        const u16* norm = (task.what == Task::KEY ? step.k_norm : step.q_norm) + part * PART;
 #pragma unroll
         for (int at = 0; at < PART; at += 4) load_floats(cosines + at, step.cosines + from + at), load_floats(sines + at, step.sines + from + at);
+#pragma unroll
+        for (int at = 0; HAS_NORM && at < PART / 2; at += 4) load_words(low + at, norm + 2 * at), load_words(high + at, norm + DIM / 2 + 2 * at);
     }
 };
 
-// Norm and rotation. All threads of a head come here.
-DEVICE void turn(Head& head, bool is_turned, const Angles& angles, const u16* norm, float eps, int part) {
+// Norm and rotation, but not of values. All threads of a head come here.
+DEVICE void prepare(Head& head, const Task& task, const Turning& turning, float eps) {
     float scale = 1;
     if (HAS_NORM) {
         float squares = 0;
@@ -205,27 +212,22 @@ DEVICE void turn(Head& head, bool is_turned, const Angles& angles, const u16* no
             const float l = low_of(head.left[at]), m = high_of(head.left[at]), r = low_of(head.right[at]), s = high_of(head.right[at]);
             squares += l * l + m * m + r * r + s * s;
         }
-        squares += from_lane(squares, 1);
-        squares += from_lane(squares, 2);
+        squares += from_neighbour(squares, 1);
+        squares += from_neighbour(squares, 2);
         scale = inverse_root(squares / DIM + eps);
     }
 #pragma unroll
-    for (int four = 0; four < PART / 2; four += 4) {
-        u32 low[4], high[4];
-        if (HAS_NORM) load_words(low, norm + part * PART + 2 * four), load_words(high, norm + DIM / 2 + part * PART + 2 * four);
-#pragma unroll
-        for (int at = four; at < four + 4; at++) {
-            float left[2] = {low_of(head.left[at]), high_of(head.left[at])};
-            float right[2] = {low_of(head.right[at]), high_of(head.right[at])};
-            if (HAS_NORM) {
-                left[0] *= scale * low_of(low[at % 4]), left[1] *= scale * high_of(low[at % 4]);
-                right[0] *= scale * low_of(high[at % 4]), right[1] *= scale * high_of(high[at % 4]);
-            }
-            const float *c = angles.cosines + 2 * at, *s = angles.sines + 2 * at;
-            const u32 new_left = packed(left[0] * c[0] - right[0] * s[0], left[1] * c[1] - right[1] * s[1]);
-            const u32 new_right = packed(right[0] * c[0] + left[0] * s[0], right[1] * c[1] + left[1] * s[1]);
-            if (is_turned) head.left[at] = new_left, head.right[at] = new_right;
+    for (int at = 0; at < PART / 2; at++) {
+        float left[2] = {low_of(head.left[at]), high_of(head.left[at])};
+        float right[2] = {low_of(head.right[at]), high_of(head.right[at])};
+        if (HAS_NORM) {
+            left[0] *= scale * low_of(turning.low[at]), left[1] *= scale * high_of(turning.low[at]);
+            right[0] *= scale * low_of(turning.high[at]), right[1] *= scale * high_of(turning.high[at]);
         }
+        const float *c = turning.cosines + 2 * at, *s = turning.sines + 2 * at;
+        const u32 new_left = packed(left[0] * c[0] - right[0] * s[0], left[1] * c[1] - right[1] * s[1]);
+        const u32 new_right = packed(right[0] * c[0] + left[0] * s[0], right[1] * c[1] + left[1] * s[1]);
+        if (task.what != Task::VALUE) head.left[at] = new_left, head.right[at] = new_right;
     }
 }
 
@@ -233,26 +235,21 @@ DEVICE void load(Head& head, const Step& step, const Task& task, int part) {
     if (task.what != Task::NOTHING) head.load(step.qkv + (u64(task.row) * ALL_HEADS + task.head) * DIM + part * PART);
 }
 
-DEVICE void prepare(Head& head, const Step& step, const Task& task, const Angles& angles, int part) {
-    turn(head, task.what != Task::VALUE, angles, task.what == Task::KEY ? step.k_norm : step.q_norm, step.eps, part);
-}
-
 DEVICE void write_kv(const Head& head, const Step& step, const Task& task, int kv_head, int part) {
-    const int slot = step.slots[task.row];
     u16* to = task.what == Task::VALUE ? step.v_cache : step.k_cache;
-    head.store(to + ((u64(slot / SIZE) * KV_HEADS + kv_head) * SIZE + slot % SIZE) * DIM + part * PART);
+    head.store(to + ((u64(task.slot / SIZE) * KV_HEADS + kv_head) * SIZE + task.slot % SIZE) * DIM + part * PART);
 }
 
 // Rows of which no piece has their own tokens: their KV.
 DEVICE void write_rows(const Step& step, const Piece& piece, int kv_head) {
     const int part = my_thread() % FOUR;
     for (int number = my_thread() / FOUR; number < 2 * piece.num_rows; number += WORKERS / FOUR) {
-        const Task task(piece, kv_head, number);
+        const Task task(step, piece, kv_head, number / 2, number % 2);
+        Turning turning;
         Head head;
-        Angles angles;
-        angles.load(step, step.positions[task.row], part);
+        turning.load(step, task, part);
         load(head, step, task, part);
-        prepare(head, step, task, angles, part);
+        prepare(head, task, turning, step.eps);
         if (step.tail_counts[task.row] > 0) write_kv(head, step, task, kv_head, part);
     }
 }
@@ -317,6 +314,7 @@ DEVICE void give(const Sums& sums, const Step& step, const Piece& piece, int kv_
     const int row = lane / GROUP, head = kv_head * GROUP + lane % GROUP;
     const u64 result = u64(piece.result + row) * HEADS + head;
     u16* out = step.out + (u64(piece.first_row + row) * HEADS + head) * DIM;
+    const float share = 1 / sums.mass[which];
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
 #pragma unroll
@@ -324,7 +322,7 @@ DEVICE void give(const Sums& sums, const Step& step, const Piece& piece, int kv_
             const float one = sums.total[half][eight * 4 + which * 2], other = sums.total[half][eight * 4 + which * 2 + 1];
             const int column = half * 64 + eight * 8 + quarter * 2;
             if (is_whole)
-                store_word(out + column, packed(one / sums.mass[which], other / sums.mass[which]));
+                store_word(out + column, packed(one * share, other * share));
             else
                 store_two(step.sums + result * DIM + column, one, other);
         }
@@ -362,7 +360,8 @@ DEVICE void put_together(const Step& step, const Piece& piece, int kv_head) {
             }
         }
         u16* out = step.out + (u64(piece.first_row) * HEADS + head) * DIM + column;
-        store_pair(out, {packed(total[0] / mass, total[1] / mass), packed(total[2] / mass, total[3] / mass)});
+        const float share = 1 / mass;
+        store_pair(out, {packed(total[0] * share, total[1] * share), packed(total[2] * share, total[3] * share)});
     }
 }
 
@@ -384,10 +383,10 @@ DEVICE void prepare_all(const Step& step, const Shared& here, const Piece& piece
     const int part = my_thread() % FOUR;
     Task tasks[ROUNDS];
     Head heads[ROUNDS];
-    Angles angles;
+    Turning turning;
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++) tasks[round] = Task(step, piece, kv_head, round * (WORKERS / FOUR) + my_thread() / FOUR);
-    if (tasks[0].what != Task::NOTHING) angles.load(step, step.positions[tasks[0].row], part);
+    if (tasks[0].what != Task::NOTHING) turning.load(step, tasks[0], part);
     wait_for_kernel_before();
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++) load(heads[round], step, tasks[round], part);
@@ -395,8 +394,8 @@ DEVICE void prepare_all(const Step& step, const Shared& here, const Piece& piece
     for (int round = 0; round < ROUNDS; round++) {
         const Task& task = tasks[round];
         if (task.what == Task::NOTHING) continue;
-        if (round > 0) angles.load(step, step.positions[task.row], part);  // the same ones, as a rule
-        prepare(heads[round], step, task, angles, part);
+        if (round > 0) turning.load(step, task, part);  // the same, as a rule
+        prepare(heads[round], task, turning, step.eps);
         heads[round].keep(here.queries, round * (WORKERS / FOUR) + my_thread() / FOUR, part);
         if (task.what == Task::QUERY && has_beams) heads[round].store(step.q + (u64(task.row) * HEADS + task.head) * DIM + part * PART);
         if (task.what != Task::QUERY && task.row == piece.first_row) write_kv(heads[round], step, task, kv_head, part);

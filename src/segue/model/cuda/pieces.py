@@ -111,13 +111,14 @@ def kv_boxes(cache: Tensor) -> Boxes:
 
 
 def describe(given: Given, keys: Any, values: Any, *, scale: float, eps: float) -> Step:
-    """Pieces put themselves together where none is shared, and no row has a tail."""
+    """Pieces put themselves together where none is shared. Rows with tails share some: whoever has the beginning of that writes
+    their KV."""
+    assert given.tail_counts is None or given.shared is not None
     q_norm, k_norm = given.norms or (None, None)
     tensors = (*given[:5], q_norm, k_norm, *given[6:])
     assert all(each is None or each.is_contiguous() for each in tensors)
     pointers = (each.data_ptr() if each is not None else None for each in tensors)
-    merges = given.shared is None and given.tail_counts is None
-    return Step(keys, values, *pointers, scale * _LOG2E, eps, given.tables.stride(0), int(merges))
+    return Step(keys, values, *pointers, scale * _LOG2E, eps, given.tables.stride(0), int(given.shared is None))
 
 
 class PieceKernel:
@@ -160,4 +161,7 @@ def kind_of(spec: ModelSpec, block_size: int) -> Kind:
 def _kernel(kind: Kind, dtype: torch.dtype, device: torch.device) -> driver.Kernel:
     major, minor = torch.cuda.get_device_capability(device)
     binary = driver.compile_cuda("pieces.cu", f"sm_{major}{minor}a", kind.macros(dtype))
-    return driver.Kernel(binary, "compute", 1, THREADS)
+    try:
+        return driver.Kernel(binary, "compute", 1, THREADS)
+    except RuntimeError as error:  # the driver does not take it
+        raise driver.CompilerMissing(str(error)) from error
