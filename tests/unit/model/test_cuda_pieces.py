@@ -77,7 +77,7 @@ FAULTS = {
         "#pragma unroll",
         "some tokens of one",
     ),
-    "ends before its turn": ("    }\n    wait_for_kernel_before();\n}", "    }\n}", "beams", 9),
+    "ends before its turn": ("    }\n    wait_for_kernel_before();\n}", "    }\n}", "beams", 16),
     "the next piece's queries over this one's": (
         "meet_threads(2, WORKERS);  // the next piece",
         "// the next piece",

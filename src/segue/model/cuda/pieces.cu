@@ -8,8 +8,8 @@
 //     begin |------------- KV of earlier steps -------------|- known -- this step's own tokens --| end
 //
 // Keys and values of this step's own tokens, which end the stretch of a single row, do not come from memory: whoever needs them makes
-// them out of the product, and the row that they are of writes them to the cache. Beams see their own tokens elsewhere; for them,
-// whoever has the beginning of what they share writes those, and their queries.
+// them out of the product, and the row that they are of writes them to the cache. Beams see their own tokens elsewhere: for them, there
+// are programs that write those, and their queries.
 //
 // What a piece gives is a row's output if the row has no other, or else a sum with its peak and mass, as `_together` in attention.py
 // reads them. If the step MERGES, whoever is last of a row's pieces puts them together.
@@ -26,6 +26,7 @@ static_assert(CHUNK / BOX * 2 * HALVES <= 32);
 constexpr int WORKERS = 128, THREADS = WORKERS + 32;  // the last warp copies
 constexpr int FOUR = 4, ROUNDS = LANES * FOUR / WORKERS;  // threads that prepare a head, and how often they do so
 constexpr int PART = DIM / 2 / FOUR;                      // of the left, and of the right half of a head, that each of them has
+constexpr int OF_ROW = GROUP + 2, ROWS_AT_ONCE = OF_ROW < 32 ? 32 / OF_ROW : 1;  // heads; beams, for each of which a warp's worth is there
 
 struct Step {
     TensorMap keys, values;
@@ -37,7 +38,7 @@ struct Step {
     float *sums, *logs;
     int* arrivals;
     float scale, eps;  // the scale is for exponentials to base 2
-    int table_stride, merges;
+    int rows, table_stride, merges;
 };
 
 // A piece, as work.py writes it.
@@ -53,19 +54,22 @@ struct Piece {
     DEVICE int first_new() const { return known < begin ? begin : known; }  // of this step's own tokens; `end` if there is none
 };
 
-// The pieces that a program does. Those that rows share, which take longest, come first; then it goes back and forth, so that who had
-// a long one is the last to get another.
+// What a program does. Pieces that rows share, which take longest, come first, and beams' rows, some at once, last; it goes back and
+// forth, so that who had a long one is the last to get another.
 struct Pieces {
     const Step& step;
-    int num_shared, total, round = 0, slot, slots;
+    int num_shared, num_pieces, total, round = 0, slot, slots;
 
     DEVICE Pieces(const Step& given) : step(given) {
         num_shared = step.shared ? step.counts[1] : 0;
-        total = num_shared + (step.own ? step.counts[0] : 0);
+        num_pieces = num_shared + (step.own ? step.counts[0] : 0);
+        total = num_pieces + (step.tail_counts ? (step.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE : 0);
         slot = my_program() / KV_HEADS, slots = num_programs() / KV_HEADS;
     }
     DEVICE int number() const { return round * slots + (round % 2 ? slots - 1 - slot : slot); }
     DEVICE bool is_over() const { return number() >= total; }
+    DEVICE bool is_piece() const { return number() < num_pieces; }
+    DEVICE int first_row() const { return (number() - num_pieces) * ROWS_AT_ONCE; }
     DEVICE void next() { round++; }
     DEVICE Piece piece() const {
         const int at = number();
@@ -123,7 +127,7 @@ DEVICE void bring(const Step& step, const Shared& here, const Piece& piece, int 
 
 DEVICE void bring_all(const Step& step, const Shared& here, int kv_head) {
     Turn turn;
-    for (Pieces pieces(step); !pieces.is_over(); pieces.next()) {
+    for (Pieces pieces(step); pieces.is_piece(); pieces.next()) {
         const Piece piece = pieces.piece();
         for (int chunk = 0; chunk < piece.num_chunks; chunk++, turn.next()) bring(step, here, piece, kv_head, chunk, turn);
     }
@@ -149,10 +153,15 @@ struct Task {
         row = piece.first_row - (step.positions[piece.first_row] - token), line = token - piece.begin, position = token;
         of_kv(step, kv_head, extra % 2);
     }
-    // A key or a value of each row.
-    DEVICE Task(const Step& step, const Piece& piece, int kv_head, int number, bool is_value) {
-        row = piece.first_row + number, position = step.positions[row];
-        of_kv(step, kv_head, is_value);
+    // A row's queries, its key and its value.
+    DEVICE static Task of_row(const Step& step, int row, int kv_head, int number) {
+        Task task;
+        task.row = row, task.position = step.positions[row];
+        if (number < GROUP)
+            task.what = QUERY, task.head = kv_head * GROUP + number;
+        else
+            task.of_kv(step, kv_head, number - GROUP);
+        return task;
     }
     DEVICE void of_kv(const Step& step, int kv_head, bool is_value) {
         what = is_value ? VALUE : KEY, head = HEADS + (is_value ? KV_HEADS : 0) + kv_head, slot = step.slots[row];
@@ -240,17 +249,27 @@ DEVICE void write_kv(const Head& head, const Step& step, const Task& task, int k
     head.store(to + ((u64(task.slot / SIZE) * KV_HEADS + kv_head) * SIZE + task.slot % SIZE) * DIM + part * PART);
 }
 
-// Rows of which no piece has their own tokens: their KV.
-DEVICE void write_rows(const Step& step, const Piece& piece, int kv_head) {
+DEVICE void write_query(const Head& head, const Step& step, const Task& task, int part) {
+    head.store(step.q + (u64(task.row) * HEADS + task.head) * DIM + part * PART);
+}
+
+// Of rows that are beams, KV and queries, for whoever puts their pieces together with what is theirs alone.
+DEVICE void write_rows(const Step& step, int first_row, int kv_head) {
     const int part = my_thread() % FOUR;
-    for (int number = my_thread() / FOUR; number < 2 * piece.num_rows; number += WORKERS / FOUR) {
-        const Task task(step, piece, kv_head, number / 2, number % 2);
+    for (int number = my_thread() / FOUR; number < ROWS_AT_ONCE * OF_ROW; number += WORKERS / FOUR) {
+        const int row = first_row + number / OF_ROW;
+        if (row >= step.rows || step.tail_counts[row] == 0) continue;
+        const Task task = Task::of_row(step, row, kv_head, number % OF_ROW);
         Turning turning;
         Head head;
         turning.load(step, task, part);
+        wait_for_kernel_before();
         load(head, step, task, part);
         prepare(head, task, turning, step.eps);
-        if (step.tail_counts[task.row] > 0) write_kv(head, step, task, kv_head, part);
+        if (task.what == Task::QUERY)
+            write_query(head, step, task, part);
+        else
+            write_kv(head, step, task, kv_head, part);
     }
 }
 
@@ -379,7 +398,7 @@ DEVICE void merge(const Step& step, const Shared& here, const Piece& piece, int 
 }
 
 // Queries and what is new, into the place of queries; what is new stays there until its chunk has come.
-DEVICE void prepare_all(const Step& step, const Shared& here, const Piece& piece, int kv_head, bool has_beams) {
+DEVICE void prepare_all(const Step& step, const Shared& here, const Piece& piece, int kv_head) {
     const int part = my_thread() % FOUR;
     Task tasks[ROUNDS];
     Head heads[ROUNDS];
@@ -397,7 +416,6 @@ DEVICE void prepare_all(const Step& step, const Shared& here, const Piece& piece
         if (round > 0) turning.load(step, task, part);  // the same, as a rule
         prepare(heads[round], task, turning, step.eps);
         heads[round].keep(here.queries, round * (WORKERS / FOUR) + my_thread() / FOUR, part);
-        if (task.what == Task::QUERY && has_beams) heads[round].store(step.q + (u64(task.row) * HEADS + task.head) * DIM + part * PART);
         if (task.what != Task::QUERY && task.row == piece.first_row) write_kv(heads[round], step, task, kv_head, part);
     }
 }
@@ -417,8 +435,7 @@ DEVICE void place_new(const Step& step, const Shared& here, const Piece& piece, 
 DEVICE void attend(const Step& step, const Shared& here, const Piece& piece, int kv_head, Turn& turn) {
     const int length = piece.end - piece.begin;
     const int others = step.merges ? step.starts[piece.first_row + 1] - step.starts[piece.first_row] - 1 : 1;
-    const bool has_beams = step.tail_counts && !piece.is_own && piece.begin == 0;
-    prepare_all(step, here, piece, kv_head, has_beams);
+    prepare_all(step, here, piece, kv_head);
     Sums sums;
     for (int chunk = 0; chunk < piece.num_chunks; chunk++, turn.next()) {
         const int begin = chunk * CHUNK, left = length - begin;
@@ -441,7 +458,6 @@ DEVICE void attend(const Step& step, const Shared& here, const Piece& piece, int
     }
     give(sums, step, piece, kv_head, 0, others == 0);
     give(sums, step, piece, kv_head, 1, others == 0);
-    if (has_beams) write_rows(step, piece, kv_head);
     if (step.merges && others > 0) merge(step, here, piece, kv_head, others);
 }
 
@@ -460,6 +476,10 @@ KERNEL_OF_TWO(THREADS) compute(GIVEN Step step) {
     }
     Turn turn;
     for (Pieces pieces(step); !pieces.is_over(); pieces.next()) {
+        if (!pieces.is_piece()) {
+            write_rows(step, pieces.first_row(), kv_head);
+            continue;
+        }
         attend(step, here, pieces.piece(), kv_head, turn);
         meet_threads(2, WORKERS);  // the next piece's queries go where this one's were
     }

@@ -40,9 +40,10 @@ class Step(ctypes.Structure):
         *((name, c_void_p) for name in ("sums", "logs", "arrivals")),
         ("scale", c_float),
         ("eps", c_float),
+        ("rows", c_int),
         ("table_stride", c_int),
         ("merges", c_int),
-        ("padding", c_int * 4),
+        ("padding", c_int * 3),
     )
 
 
@@ -111,14 +112,14 @@ def kv_boxes(cache: Tensor) -> Boxes:
 
 
 def describe(given: Given, keys: Any, values: Any, *, scale: float, eps: float) -> Step:
-    """Pieces put themselves together where none is shared. Rows with tails share some: whoever has the beginning of that writes
-    their KV."""
+    """Pieces put themselves together where none is shared; rows with tails share some."""
     assert given.tail_counts is None or given.shared is not None
     q_norm, k_norm = given.norms or (None, None)
     tensors = (*given[:5], q_norm, k_norm, *given[6:])
     assert all(each is None or each.is_contiguous() for each in tensors)
     pointers = (each.data_ptr() if each is not None else None for each in tensors)
-    return Step(keys, values, *pointers, scale * _LOG2E, eps, given.tables.stride(0), int(given.shared is None))
+    merges = int(given.shared is None)
+    return Step(keys, values, *pointers, scale * _LOG2E, eps, len(given.positions), given.tables.stride(0), merges)
 
 
 class PieceKernel:
