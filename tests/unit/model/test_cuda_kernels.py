@@ -146,6 +146,22 @@ def test_beams_see_what_they_share_and_their_own(heads, kv_heads, dim, size, win
         assert error(out[at], cache.attend(q[at], seen, window, scale)) < 2e-3
 
 
+def test_a_row_may_have_results_from_anywhere_and_more_than_are_read_at_once():
+    torch.manual_seed(7)
+    counts, heads, dim = [70, 1, 33, 0, 32], 2, 64
+    sums, logs = torch.randn(sum(counts), heads, dim), torch.randn(sum(counts), heads, 2) * 3
+    logs[..., 1].exp_()
+    results = torch.randperm(sum(counts)).int()
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    out, cache = torch.full((5, heads, dim), torch.nan), Cache(heads, dim, 16, torch.float32, 1)
+    attention.merge_pieces(out, cache.k, cache.v, sums, logs, results, starts, None, out, scale=1.0, window=None)
+    for row, (first, last) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        which = results[first:last].long()
+        gains = torch.exp2(logs[which, :, 0].double())
+        wanted = (gains[..., None] * sums[which]).sum(0) / (gains * logs[which, :, 1]).sum(0)[:, None]
+        assert error(out[row], wanted) < 1e-5 if first < last else out[row].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_products_of_any_number_of_rows(dtype):
     torch.manual_seed(8)

@@ -30,9 +30,11 @@ def _absorb(peak, mass, total, weights, values, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _together(sums, logs, results, first, last, head, HEADS: tl.constexpr, DIM: tl.constexpr, MANY: tl.constexpr):
+def _together(
+    sums, logs, results, ahead, first, last, head, HEADS: tl.constexpr, DIM: tl.constexpr, MANY: tl.constexpr
+):  # fmt: skip
     """What the results `first … last-1` (of the list, if there is one) give for one head: peak, mass and total, as `_absorb` has
-    them."""
+    them. `ahead`: the list's first `MANY`; each time, the next ones are asked for early."""
     at = tl.arange(0, DIM)
     peak = tl.full([1], float("-inf"), tl.float32)
     mass = tl.zeros([1], tl.float32)
@@ -42,7 +44,8 @@ def _together(sums, logs, results, first, last, head, HEADS: tl.constexpr, DIM: 
         inside = index < last
         result = index
         if results is not None:
-            result = tl.load(results + index, mask=inside, other=0)
+            result = ahead
+            ahead = tl.load(results + index + MANY, mask=index + MANY < last, other=0)
         result = result.to(tl.int64) * HEADS + head
         peaks = tl.load(logs + result * 2, mask=inside, other=float("-inf"))
         masses = tl.load(logs + result * 2 + 1, mask=inside, other=0.0)
@@ -116,7 +119,7 @@ def _attend_piece(
                 tl.store(arrived, 0)
                 for each in tl.static_range(GROUP):
                     which = head * GROUP + each
-                    _, weight, whole = _together(sums, logs, None, first, last, which, HEADS, DIM, 32)
+                    _, weight, whole = _together(sums, logs, None, None, first, last, which, HEADS, DIM, 32)
                     place = (first_row.to(tl.int64) * HEADS + which) * DIM
                     tl.store(out + place + at, (whole / weight).to(out.dtype.element_ty))
 
@@ -167,19 +170,25 @@ def _merge_pieces(
     head = tl.program_id(1)
     at = tl.arange(0, DIM)
     first, last = tl.load(starts + row), tl.load(starts + row + 1)
-    wait_in_turn(EARLY)
-    peak, mass, total = _together(sums, logs, results, first, last, head, HEADS, DIM, MANY)
-    place = (row.to(tl.int64) * HEADS + head) * DIM + at
+    which = first + tl.arange(0, MANY)
+    ahead = tl.load(results + which, mask=which < last, other=0)
     if HAS_TAILS:
         count = tl.load(tail_counts + row)
-        query = tl.load(q + place).to(tl.float32) * (scale * LOG2E)
         begin = 0
         if HAS_WINDOW:
             begin = tl.maximum(count - window, 0)
+        token = begin + tl.arange(0, TILE)
+        slots_ahead = tl.load(tails + row * tail_stride + token, mask=token < count, other=0)
+    wait_in_turn(EARLY)
+    peak, mass, total = _together(sums, logs, results, ahead, first, last, head, HEADS, DIM, MANY)
+    place = (row.to(tl.int64) * HEADS + head) * DIM + at
+    if HAS_TAILS:
+        query = tl.load(q + place).to(tl.float32) * (scale * LOG2E)
         for start in range(begin, count, TILE):
             token = start + tl.arange(0, TILE)
             inside = token < count
-            slot = tl.load(tails + row * tail_stride + token, mask=inside, other=0)
+            slot = slots_ahead
+            slots_ahead = tl.load(tails + row * tail_stride + token + TILE, mask=token + TILE < count, other=0)
             source = (slot // SIZE).to(tl.int64) * block_stride + ((head // GROUP) * SIZE + slot % SIZE) * DIM
             keys = tl.load(k_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
             values = tl.load(v_cache + source[:, None] + at[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
