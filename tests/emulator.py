@@ -12,6 +12,7 @@ import torch
 from segue.model.cuda import driver, pieces
 
 _FOLDER = Path(__file__).parent / "cuda"
+_FLAGS = "-std=c++20 -O1 -shared -fPIC -fno-gnu-unique -Wno-psabi".split()  # no library shares another one's device
 
 
 class Emulator:
@@ -30,16 +31,7 @@ class Emulator:
         if key not in self._made:
             folder = self._tmp_path_factory.mktemp("emulated")
             (folder / f"{name}.cu").write_text(source or (driver.SOURCES / f"{name}.cu").read_text())
-            command = [
-                self._compiler,
-                "-std=c++20",
-                "-O2",
-                "-shared",
-                "-fPIC",
-                "-Wno-psabi",
-                f"-I{_FOLDER}",
-                f"-I{folder}",
-            ]
+            command = [self._compiler, *_FLAGS, f"-I{_FOLDER}", f"-I{folder}"]
             command += [f"-D{macro}={value}" for macro, value in macros.items()]
             subprocess.run([*command, str(_FOLDER / f"{name}.cpp"), "-o", str(folder / "kernel.so")], check=True)
             self._made[key] = ctypes.CDLL(str(folder / "kernel.so"))

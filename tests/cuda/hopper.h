@@ -86,7 +86,6 @@ inline int ranks, threads;  // programs of a cluster, threads of a program
 inline std::map<int, Meeting> clusters;
 inline Fiber* me;
 inline bool kernel_before_ended, is_wrong;
-inline std::function<void()> kernel_before;  // what it does
 inline ucontext_t scheduler;
 inline std::mt19937 dice;
 
@@ -156,8 +155,8 @@ inline void entry() {
     swapcontext(&me->context, &scheduler);
 }
 
-// One launch. False if all that is left waits for something that never comes.
-inline bool run(std::function<void()> what, int num_programs, int num_threads, int cluster, u32 seed) {
+// One launch, while the kernel `before` runs, and at some time ends. False if all that is left waits for something that never comes.
+inline bool run(std::function<void()> what, std::function<void()> before, int num_programs, int num_threads, int cluster, u32 seed) {
     kernel = std::move(what);
     dice.seed(seed);
     ranks = cluster, threads = num_threads;
@@ -205,7 +204,7 @@ inline bool run(std::function<void()> what, int num_programs, int num_threads, i
         under_way = std::move(later);
         if (!kernel_before_ended) {
             moved = true, kernel_before_ended = dice() % 64 == 0;
-            if (kernel_before_ended && kernel_before) kernel_before();
+            if (kernel_before_ended) before();
         }
         if (!moved && !order.empty()) return false;
     }

@@ -8,7 +8,7 @@ size_t size_of_step() { return sizeof(Step); }
 
 // 0 if it came to its end. The kernel before writes `size` bytes of `product` to where the step reads them.
 int run(const Step* step, int num_programs, unsigned seed, const void* product, size_t size) {
-    device::kernel_before = [=] { memcpy(const_cast<u16*>(step->qkv), product, size); };
-    return !device::run([=] { compute(*step); }, num_programs, THREADS, 1, seed);
+    const auto before = [=] { memcpy(const_cast<u16*>(step->qkv), product, size); };
+    return !device::run([=] { compute(*step); }, before, num_programs, THREADS, 1, seed);
 }
 }
