@@ -12,7 +12,14 @@ import torch
 from segue.model.cuda import driver, pieces
 
 _FOLDER = Path(__file__).parent / "cuda"
-_FLAGS = "-std=c++20 -O1 -shared -fPIC -fno-gnu-unique -Wno-psabi".split()  # no library shares another one's device
+_FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-shared",
+    "-fPIC",
+    "-fno-gnu-unique",
+    "-Wno-psabi",
+]  # no library shares another one's device
 
 
 class Emulator:

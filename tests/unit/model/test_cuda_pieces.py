@@ -25,7 +25,7 @@ def test_rows_see_what_they_are_to_see(what, emulator):
     """Whatever order threads and copies come in: output, what is new in the cache, and nothing else there."""
     case = Case(QWEN, rows_of(QWEN, what))
     kernel = EmulatedPieceKernel(emulator, QWEN, case.dtype)
-    for kernel.seed in range(4):
+    for kernel.seed in range(3):
         assert case.is_right(kernel)
 
 
