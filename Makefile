@@ -20,9 +20,14 @@ types: $(VENV)/.installed-dev
 layers: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
-tests: $(VENV)/.installed-dev
+KERNEL_TESTS := $(wildcard tests/unit/model/test_cuda_*.py)
+KERNEL_LOG := .pytest_kernels.log
+
+tests: $(VENV)/.installed-dev  ## kernels without a device need one core, and have it while the others run
 	$(BIN)/segue models --fetch smollm2
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -p no:cacheprovider $(KERNEL_TESTS) > $(KERNEL_LOG) 2>&1 & kernels=$$!; \
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(KERNEL_TESTS)); others=$$?; \
+	wait $$kernels; kernels=$$?; cat $(KERNEL_LOG); test $$others = 0 && test $$kernels = 0
 
 soak: $(VENV)/.installed-dev  ## the property tests at length, and the server under a crowd
 	$(BIN)/python -m pytest tests/property --hypothesis-profile=soak --timeout=0
@@ -69,4 +74,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_ENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_ENV) build src/*.egg-info .pytest_cache $(KERNEL_LOG) .mypy_cache .ruff_cache .hypothesis .import_linter_cache
