@@ -1,6 +1,6 @@
 """The engine on a CUDA device, beside vLLM and what the memory's speed allows: one table.
 
-    python benchmarks/gpu.py [--shape qwen3-1.7b|llama-8b] [--exact] [--attention fused]
+    python benchmarks/gpu.py [--shape qwen3-1.7b|llama-8b] [--exact] [--attention triton]
                              [--only decode,drawn,first,beams,forks,agents,idle,profile]
 
 Weights are random and in bf16: how fast a step is does not depend on them. Each figure is the least of several rounds. The floor
@@ -495,7 +495,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), action="append")
     parser.add_argument("--only", default="decode,drawn,first,beams,forks")
     parser.add_argument("--exact", action="store_true", help="batch-invariant")
-    parser.add_argument("--attention", default="triton", choices=["triton", "fused"], help="of few rows")
+    parser.add_argument("--attention", default="auto", choices=["auto", "triton"])
     parser.add_argument("--jps", type=float, default=8.0, help="agents: jobs a second")
     parser.add_argument("--seconds", type=float, default=30.0, help="agents: for how long they come")
     parser.add_argument(

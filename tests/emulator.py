@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from segue.model.cuda import driver, pieces
+from segue.model.cuda import driver, fused
 
 _FOLDER = Path(__file__).parent / "cuda"
 _FLAGS = [
@@ -38,7 +38,7 @@ class Emulator:
         if key not in self._made:
             folder = self._tmp_path_factory.mktemp("emulated")
             (folder / f"{name}.cu").write_text(source or (driver.SOURCES / f"{name}.cu").read_text())
-            command = [self._compiler, *_FLAGS, f"-I{_FOLDER}", f"-I{folder}"]
+            command = [self._compiler, *_FLAGS, f"-I{_FOLDER}", f"-I{folder}", f"-I{driver.SOURCES}"]
             command += [f"-D{macro}={value}" for macro, value in macros.items()]
             subprocess.run([*command, str(_FOLDER / f"{name}.cpp"), "-o", str(folder / "kernel.so")], check=True)
             self._made[key] = ctypes.CDLL(str(folder / "kernel.so"))
@@ -52,19 +52,56 @@ def tensor_map(boxes):
     return driver.TensorMap.from_buffer_copy(raw)
 
 
-class EmulatedPieceKernel:
-    """In place of `pieces.PieceKernel`: `slots` programs for each KV head, in an order that `seed` draws."""
+class _Emulated:
+    """In place of `fused.PieceKernel` and `fused.GroupKernel`; programs in an order that `seed` draws."""
 
-    def __init__(self, emulator, kind, dtype, slots=5, seed=0, source=None):
-        self._library = emulator.build("pieces", kind.macros(dtype), source)
-        self.kind, self.slots, self.seed, self.num_runs = kind, slots, seed, 0
+    def __init__(self, emulator, kind, dtype, seed, source):
+        self._emulator, self._source = emulator, source
+        self.kind, self.seed, self.num_runs, self._dtype = kind, seed, 0, dtype
 
-    def attend(self, given, *, scale, eps):
+    def _run(self, name, stages, ranks, given, describe, num_programs):
         """Whether it came to its end. The product is no number until the kernel before has ended."""
-        keys, values = (tensor_map(pieces.kv_boxes(each)) for each in (given.k_cache, given.v_cache))
+        macros = self.kind.macros(self._dtype) | {"STAGES": stages, "RANKS": ranks}
+        library = self._emulator.build(name, macros, self._source)
         product, there = given.qkv, torch.full_like(given.qkv, torch.nan)
-        step = pieces.describe(given._replace(qkv=there), keys, values, scale=scale, eps=eps)
-        assert ctypes.sizeof(step) == self._library.size_of_step()
+        step = describe(given._replace(qkv=there))
+        assert ctypes.sizeof(step) == library.size_of_step()
         pointer, size = ctypes.c_void_p(product.data_ptr()), ctypes.c_size_t(product.nbytes)
         self.num_runs += 1
-        return not self._library.run(ctypes.byref(step), self.slots * self.kind.kv_heads, self.seed, pointer, size)
+        return not library.run(ctypes.byref(step), num_programs, self.seed, pointer, size)
+
+
+class EmulatedPieceKernel(_Emulated):
+    """With `slots` programs for each KV head."""
+
+    def __init__(self, emulator, kind, dtype, slots=5, seed=0, source=None):
+        super().__init__(emulator, kind, dtype, seed, source)
+        self.slots = slots
+
+    def attend(self, given, own, *, scale, eps):
+        maps = [tensor_map(fused.kv_boxes(each, fused.CHUNK)) for each in (given.k_cache, given.v_cache)]
+
+        def describe(given):
+            return fused.piece_step(given, own, *maps, scale=scale, eps=eps)
+
+        stages = fused.piece_layout(self.kind).stages
+        return self._run("pieces", stages, 1, given, describe, self.slots * self.kind.kv_heads)
+
+
+class EmulatedGroupKernel(_Emulated):
+    """With as many `ranks` as are said, or else as a device with so many `units` has."""
+
+    def __init__(self, emulator, kind, dtype, ranks=None, units=132, seed=0, source=None):
+        super().__init__(emulator, kind, dtype, seed, source)
+        self.ranks, self.units = ranks, units
+
+    def attend(self, given, alike, *, scale, eps):
+        caches = given.k_cache, given.v_cache
+        maps = [tensor_map(fused.kv_boxes(each, tokens)) for tokens in (fused.BOX, 1) for each in caches]
+
+        def describe(given):
+            return fused.group_step(given, alike, *maps, scale=scale, eps=eps)
+
+        ranks = self.ranks or fused.ranks_of(self.kind, alike.room, alike.each, self.units)
+        stages, programs = fused.group_layout(self.kind).stages, alike.room * self.kind.kv_heads * ranks
+        return self._run("groups", stages, ranks, given, describe, programs)

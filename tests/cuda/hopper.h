@@ -65,7 +65,7 @@ struct Block {
     std::map<u32, Barrier> barriers;
     std::map<int, Meeting> meetings;
     std::map<u32, int> unfenced;  // sixteen bytes each, and who kept them
-    std::map<int, float> told;    // by each thread, to its neighbours
+    std::map<int, u32> told;      // by each thread, to others of its warp
 };
 
 struct Fiber {
@@ -73,6 +73,7 @@ struct Fiber {
     std::unique_ptr<char[]> stack;
     int block, thread;
     bool done = false, has_waited = false;  // for the kernel before
+    int meetings = 0;                       // with its cluster
     std::function<bool()> ready;
     std::vector<std::function<void()>> products;               // since the last commit
     std::deque<std::vector<std::function<void()>>> committed;  // not yet carried out
@@ -103,9 +104,9 @@ inline void wait_until(std::function<bool()> ready) {
 inline Block& block() { return blocks[me->block]; }
 
 // Addresses in shared memory of a cluster: one more than the rank in the highest bits, or nothing for one's own.
-inline Block& block_at(u32 at) { return at >> 28 ? blocks[me->block / ranks * ranks + (at >> 28) - 1] : block(); }
+inline Block& block_at(u32 at) { return at >> 24 ? blocks[me->block / ranks * ranks + (at >> 24) - 1] : block(); }
 inline unsigned char* memory(Block& block, u32 at, size_t size) {
-    at &= 0xfffffff;
+    at &= 0xffffff;
     if (at + size > SHARED) fail("outside of shared memory");
     return block.memory.data() + at;
 }
@@ -124,7 +125,7 @@ inline void meet_warp() { meet(block().meetings[100 + me->thread / 32], 32); }
 inline u32 swizzled(u32 at) { return at ^ (at >> 7 & 7) << 4; }
 
 inline void copy_box(u32 to, const TensorMap& map, std::vector<u64> begin, u32 barrier) {
-    if (to % 1024) fail("a swizzled copy to where no pattern begins");
+    if (to % 128) fail("a swizzled copy to the middle of a line");
     Block& here = block();
     under_way.push_back([=, &here, &map] {
         u64 at[5], total = 1, bytes = 0;
@@ -259,6 +260,8 @@ inline float shared_float(u32 at) {
     memcpy(&value, device::memory(device::block(), at, 4), 4);
     return value;
 }
+inline void shared_two(float* two, u32 at) { memcpy(two, device::memory(device::block(), at, 8), 8); }
+inline void shared_four(float* four, u32 at) { memcpy(four, device::memory(device::block(), at, 16), 16); }
 inline void keep(u32 at, const void* from, u32 size) {
     memcpy(device::memory(device::block(), at, size), from, size);
     device::block().unfenced[at / 16] = device::me->thread;
@@ -274,7 +277,7 @@ inline void kept_words(u32* four, u32 at) { memcpy(four, device::memory(device::
 inline void fence_products() {
     std::erase_if(device::block().unfenced, [](auto& each) { return each.second == device::me->thread; });
 }
-inline u32 of_rank(u32 at, u32 rank) { return at | (rank + 1) << 28; }
+inline u32 of_rank(u32 at, u32 rank) { return at | (rank + 1) << 24; }
 template <class T>
 inline T loaded(const void* from) {
     if (reinterpret_cast<uintptr_t>(from) % sizeof(T)) device::fail("an unaligned load");
@@ -326,31 +329,33 @@ inline void let_next_kernel_begin() {}
 // Threads together
 
 inline void meet_warp() { device::meet_warp(); }
-inline float exchanged(float value, int distance, int number, int count) {
+template <class T>
+inline T exchanged(T value, int other, int number, int count) {
     device::Block& here = device::block();
-    const int thread = my_thread();
-    here.told[thread] = value;
+    here.told[my_thread()] = std::bit_cast<u32>(value);
     device::meet(here.meetings[number], count);
-    const float found = here.told.at(thread ^ distance);
+    const T found = std::bit_cast<T>(here.told.at(other));
     device::meet(here.meetings[number], count);
     return found;
 }
-inline float from_lane(float value, int distance) { return exchanged(value, distance, 100 + my_thread() / 32, 32); }
-inline float from_neighbour(float value, int distance) { return exchanged(value, distance, 1000 + my_thread() / 4, 4); }
+inline float from_lane(float value, int distance) { return exchanged(value, my_thread() ^ distance, 100 + my_thread() / 32, 32); }
+inline int of_lane(int value, int lane) { return exchanged(value, my_thread() / 32 * 32 + lane, 100 + my_thread() / 32, 32); }
+inline float from_neighbour(float value, int distance) { return exchanged(value, my_thread() ^ distance, 1000 + my_thread() / 4, 4); }
 inline void meet_threads(int name, int count) { device::meet(device::block().meetings[name], count); }
 inline void arrive_threads(int name, int count) { device::arrive_at(device::block().meetings[name], count); }
 inline void arrive_at_cluster() { device::arrive_at(device::clusters[device::me->block / device::ranks], device::ranks * device::threads); }
 inline void wait_for_cluster() {
     auto& meeting = device::clusters[device::me->block / device::ranks];
-    device::wait_until([&meeting] { return meeting.round > 0; });
+    device::wait_until([&meeting, round = ++device::me->meetings] { return meeting.round >= round; });
 }
 
 // Barriers
 
 inline void make_barrier(u32 at, u32 count) { device::block().barriers[at] = {long(count), long(count)}; }
 inline void fence_barriers() {}
-inline device::Barrier& barrier_at(u32 at) { return device::block_at(at).barriers.at(at & 0xfffffff); }
+inline device::Barrier& barrier_at(u32 at) { return device::block_at(at).barriers.at(at & 0xffffff); }
 inline void arrive(u32 barrier) { barrier_at(barrier).arrived(0); }
+inline void expect(u32 barrier, u32 bytes) { barrier_at(barrier).bytes += bytes; }
 inline void arrive_expecting(u32 barrier, u32 bytes) { barrier_at(barrier).arrived(bytes); }
 inline void wait_for(u32 barrier, u32 parity) {
     device::Barrier& here = barrier_at(barrier);
@@ -373,15 +378,17 @@ inline void copy_tokens(u32 to, const TensorMap* map, int column, int line, u32 
     device::copy_box(to, *map, {u64(column), u64(line)}, barrier);
 }
 
-inline void send_four(u32 to, const float* values, u32 barrier) {
+inline void send(u32 to, std::vector<float> values, u32 barrier) {
     device::Block& there = device::block_at(to);
     device::Barrier& counts = barrier_at(barrier);
-    const std::vector<float> four(values, values + 4);
-    device::under_way.push_back([&there, &counts, to, four] {
-        memcpy(device::memory(there, to, 16), four.data(), 16);
-        counts.came(16);
+    device::under_way.push_back([&there, &counts, to, values = std::move(values)] {
+        const size_t size = values.size() * 4;
+        memcpy(device::memory(there, to, size), values.data(), size);
+        counts.came(long(size));
     });
 }
+inline void send_four(u32 to, const float* values, u32 barrier) { send(to, {values, values + 4}, barrier); }
+inline void send_two(u32 to, float one, float other, u32 barrier) { send(to, {one, other}, barrier); }
 
 // Products
 

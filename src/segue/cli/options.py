@@ -29,9 +29,9 @@ def add_engine_options(command: argparse.ArgumentParser, *, model: bool = True) 
     group.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"], help="fp8: half the KV memory, on CUDA")
     group.add_argument(
         "--attention",
-        default="triton",
-        choices=["triton", "fused"],
-        help="of few rows, on an H100 or H200: fused is rotation, KV writes and attention in one kernel",
+        default="auto",
+        choices=["auto", "triton"],
+        help="on CUDA; auto: on an H100 or H200, kernels for these devices",
     )
     group.add_argument(
         "--exact",

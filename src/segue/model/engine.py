@@ -25,7 +25,7 @@ from segue.model.spec import ModelSpec
 from segue.policies import Policy
 
 if TYPE_CHECKING:
-    from segue.model.cuda.pieces import PieceKernel
+    from segue.model.cuda.fused import Fused
 
 DType = Literal["auto", "fp32", "bf16", "fp16"]
 _COUNTS = ("num_blocks", "block_size", "max_model_len", "max_step_tokens", "max_running", "threads")
@@ -40,9 +40,7 @@ class ModelOptions:
     dtype: DType = "auto"
     quantize: Literal["int8"] | None = None
     kv_dtype: Literal["auto", "fp8"] = "auto"  # fp8: half the memory, CUDA only
-    attention: Literal["triton", "fused"] = (
-        "triton"  # of few rows, on CUDA; fused: with rotation and KV writes in one kernel
-    )
+    attention: Literal["auto", "triton"] = "auto"  # auto: kernels for Hopper devices where they can be had, on CUDA
     exact: bool = False  # an answer does not depend on what else is computed with it; on a CPU it never does
     num_blocks: int | None = None
     kv_memory: int | str | None = None
@@ -65,8 +63,8 @@ class ModelOptions:
             raise InvalidRequest("dtype", f"quantize={self.quantize} computes in fp32: leave dtype out")
         if self.kv_dtype not in ("auto", "fp8"):
             raise InvalidRequest("kv_dtype", f"{self.kv_dtype!r} is not one of auto, fp8")
-        if self.attention not in ("triton", "fused"):
-            raise InvalidRequest("attention", f"{self.attention!r} is not one of triton, fused")
+        if self.attention not in ("auto", "triton"):
+            raise InvalidRequest("attention", f"{self.attention!r} is not one of auto, triton")
         for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -260,8 +258,8 @@ def _backend(
 
     dtype = _precision(options, device)
     reason = "as asked"
-    if options.attention == "fused" and (device.type != "cuda" or not options.native):
-        raise UnsupportedModel(f"attention=fused needs our kernels on a CUDA device; this is {device}")
+    if options.attention == "triton" and (device.type != "cuda" or not options.native):
+        raise UnsupportedModel(f"attention=triton needs our kernels on a CUDA device; this is {device}")
     if options.kv_dtype == "fp8" and (device.type != "cuda" or not options.native):
         raise UnsupportedModel(f"kv_dtype=fp8 needs our kernels on a CUDA device; this is {device}")
     if device.type == "cpu" and options.native and dtype != "fp16":
@@ -293,7 +291,7 @@ def _backend(
                     f"kv_dtype=fp8 needs a device of compute capability 8.9 or more; {device} has less"
                 )
             kv_dtype = torch.float8_e4m3fn if options.kv_dtype == "fp8" else None
-            piece_kernel = _piece_kernel(options, loaded.spec, _TORCH_DTYPES[dtype], device)
+            fused, fused_note = _fused(options, loaded.spec, _TORCH_DTYPES[dtype], device)
             backend_here = CudaBackend(
                 loaded.spec,
                 _TORCH_DTYPES[dtype],
@@ -301,15 +299,15 @@ def _backend(
                 max_len,
                 exact=options.exact,
                 kv_dtype=kv_dtype,
-                piece_kernel=piece_kernel,
+                fused=fused,
             )
             how = [dtype, *(["fp8 KV"] if kv_dtype else []), *(["exact"] if options.exact else [])]
-            how += ["fused attention of few rows"] if piece_kernel is not None else []
+            how += fused_note
             how += [f"few rows by a library ({backend_here.missing})"] if backend_here.missing else []
             return backend_here, f"Triton kernels on {device}, {', '.join(how)}"
         reason = missing
-    if options.attention == "fused":
-        raise UnsupportedModel(f"attention=fused needs our kernels on {device}: {reason}")
+    if options.attention == "triton":
+        raise UnsupportedModel(f"attention=triton needs our kernels on {device}: {reason}")
     if options.exact:
         raise UnsupportedModel(f"exact=True needs our kernels on {device}: {reason}")
     if options.kv_dtype == "fp8":
@@ -318,19 +316,18 @@ def _backend(
     return TorchBackend(loaded.spec, _TORCH_DTYPES[dtype], device, max_len), note
 
 
-def _piece_kernel(
+def _fused(
     options: ModelOptions, spec: ModelSpec, dtype: torch.dtype, device: torch.device
-) -> PieceKernel | None:
-    if options.attention != "fused":
-        return None
-    if options.exact or options.kv_dtype != "auto":
-        raise UnsupportedModel("attention=fused goes with neither exact nor kv_dtype")
-    from segue.model.cuda import pieces
+) -> tuple[Fused | None, list[str]]:
+    """Attention of few rows with what lies before it, where there are kernels for that; and a note if there should be."""
+    if options.attention == "triton" or options.exact or options.kv_dtype != "auto":
+        return None, []
+    from segue.model.cuda import fused
     from segue.model.cuda.driver import CompilerMissing
 
-    if (missing := pieces.why_not(spec, options.block_size, dtype, device)) is not None:
-        raise UnsupportedModel(f"attention=fused {missing}")
+    if fused.why_not(spec, options.block_size, dtype, device) is not None:
+        return None, []
     try:
-        return pieces.PieceKernel(pieces.kind_of(spec, options.block_size), dtype, device)
+        return fused.fused_for(fused.kind_of(spec, options.block_size), dtype, device), []
     except CompilerMissing as error:
-        raise UnsupportedModel(f"attention=fused: {error}") from error
+        return None, [f"attention by Triton ({error})"]

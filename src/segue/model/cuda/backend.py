@@ -11,9 +11,9 @@ from torch import Tensor
 
 from segue.model.backend import Layer
 from segue.model.batch import Batch
-from segue.model.cuda import attention, kernels, pieces, products
+from segue.model.cuda import attention, kernels, products
 from segue.model.cuda.driver import CompilerMissing
-from segue.model.cuda.pieces import PieceKernel
+from segue.model.cuda.fused import Alike, Fused, Given, Own
 from segue.model.cuda.products import Products
 from segue.model.spec import ModelSpec
 from segue.model.torch_backend import TorchBackend
@@ -51,10 +51,18 @@ class Attention(NamedTuple):
     starts: Tensor
     contexts: Tensor
     tiles: Tiles | None
+    alike: Alike | None
     tables: Tensor
     sums: Tensor  # [results, heads, dim] fp32
     logs: Tensor  # [results, heads, 2] fp32
     arrivals: Tensor  # [rows, kv heads], zeros
+
+    @property
+    def own(self) -> Own | None:
+        """Where all there is are pieces of single rows."""
+        if self.pieces is None or self.pieces.own is None or self.tiles is not None or self.merged_rows:
+            return None
+        return Own(self.pieces.own, self.pieces.counts, self.starts, self.sums, self.logs, self.arrivals)
 
 
 class CudaBackend(TorchBackend):
@@ -74,16 +82,16 @@ class CudaBackend(TorchBackend):
         *,
         exact: bool = False,
         kv_dtype: torch.dtype | None = None,
-        piece_kernel: PieceKernel | None = None,
+        fused: Fused | None = None,
     ) -> None:
-        """`piece_kernel`: what does attention in steps without tiles; by Triton's kernels if there is none."""
+        """`fused`: what does attention where it can; all else is by Triton's kernels."""
         super().__init__(spec, dtype, device, max_len)
         self.exact = exact
         self.kv_dtype = kv_dtype or dtype
         self.few_logits: Tensor | None = None  # where those of up to FEW_ROWS rows are, once there were any
-        self._piece_kernel = piece_kernel
-        lanes = pieces.LANES if piece_kernel is not None else _MOST_LANES
-        self.group_rows = max(lanes // (spec.num_heads // spec.num_kv_heads), 1)
+        self._fused = fused
+        self.group_rows = max(_MOST_LANES // (spec.num_heads // spec.num_kv_heads), 1)
+        self.item_rows = fused.groups.kind.group_rows if fused is not None and fused.groups is not None else 0
         self.tile_rows = 32 if dtype == torch.float32 else 64 if exact or spec.head_dim > 128 else 128
         units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self._programs = max(2 * units // spec.num_kv_heads, 1)
@@ -150,12 +158,19 @@ class CudaBackend(TorchBackend):
     ) -> None:
         step: Attention = batch.attention  # type: ignore[assignment]
         norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
-        if self._piece_kernel is not None and step.pieces is not None and step.tiles is None:
-            self._attend_at_once(self._piece_kernel, step, qkv, q, norms, batch, k_cache, v_cache, out)
-        else:
-            tables, eps = (self._cos, self._sin), self._spec.rms_eps
-            kernels.rope_store(qkv, q, k_cache, v_cache, norms, tables, batch.positions, batch.slots, eps)
-            self._attend_lists(step, q, k_cache, v_cache, layer.window, out)
+        tables, scale, eps = (self._cos, self._sin), self._spec.softmax_scale, self._spec.rms_eps
+        own = step.own if self._fused is not None else None
+        if own is not None or step.alike is not None:
+            assert self._fused is not None
+            given = Given(qkv, k_cache, v_cache, out, norms, *tables, batch.positions, batch.slots, step.tables)
+            if step.alike is not None:
+                assert self._fused.groups is not None
+                self._fused.groups.attend(given, step.alike, scale=scale, eps=eps)
+            elif own is not None:
+                self._fused.pieces.attend(given, own, scale=scale, eps=eps)
+            return
+        kernels.rope_store(qkv, q, k_cache, v_cache, norms, tables, batch.positions, batch.slots, eps)
+        self._attend_lists(step, q, k_cache, v_cache, layer.window, out)
         if step.merged_rows:
             attention.merge_pieces(
                 q,
@@ -167,47 +182,9 @@ class CudaBackend(TorchBackend):
                 step.starts,
                 step.tails,
                 out[: step.merged_rows],
-                scale=self._spec.softmax_scale,
+                scale=scale,
                 window=layer.window,
             )
-
-    def _attend_at_once(
-        self,
-        kernel: PieceKernel,
-        step: Attention,
-        qkv: Tensor,
-        q: Tensor,
-        norms: tuple[Tensor, Tensor] | None,
-        batch: Batch,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Rotation, and new KV to the cache, with the pieces."""
-        assert step.pieces is not None
-        own, shared, counts, _ = step.pieces
-        given = pieces.Given(
-            qkv,
-            k_cache,
-            v_cache,
-            q,
-            out,
-            norms,
-            self._cos,
-            self._sin,
-            batch.positions,
-            batch.slots,
-            step.tables,
-            own,
-            shared,
-            counts,
-            step.starts,
-            step.tails[1] if step.tails is not None else None,
-            step.sums,
-            step.logs,
-            step.arrivals,
-        )
-        kernel.attend(given, scale=self._spec.softmax_scale, eps=self._spec.rms_eps)
 
     def _attend_lists(
         self, step: Attention, q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None, out: Tensor

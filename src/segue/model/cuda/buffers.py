@@ -31,11 +31,12 @@ class Fields(NamedTuple, Generic[T]):
     copies: T
     starts: T
     tail_counts: T
-    counts: T  # how many pieces of own, of shared, tiles, copies
+    counts: T  # how many pieces of own, of shared, tiles, items, copies
     own: T
     shared: T
     results: T
     tiles: T
+    items: T
     tables: T
     tails: T
 
@@ -72,11 +73,12 @@ class Buffers:
             copies=2 * max_copies,
             starts=rows + 1,
             tail_counts=rows,
-            counts=4,
+            counts=5,
             own=self.max_pieces * FIELDS,
             shared=self.max_pieces * FIELDS,
             results=self.max_results,
             tiles=rows * TILE_FIELDS,
+            items=rows * FIELDS,
             tables=self.max_sequences * max_blocks,
             tails=rows * TAIL,
         )
@@ -117,8 +119,8 @@ class Buffers:
         there.starts[: count + 1] = inputs.starts
         if count < size:
             there.starts[count + 1 : size + 1] = inputs.starts[-1]
-        there.counts[:3], there.counts[3] = inputs.counts, len(copies)
-        for field, values in zip(there[10:14], inputs[8:12], strict=True):  # own, shared, results, tiles
+        there.counts[:4], there.counts[4] = inputs.counts, len(copies)
+        for field, values in zip(there[10:15], inputs[8:13], strict=True):  # from own to items
             if values.size:
                 field[: values.size] = values.ravel()
         used, width = inputs.tables.shape

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 SOURCES = Path(__file__).parent
+_HEADERS = ("hopper.h", "attention.h")
 _OUT_OF_MEMORY = 2
 _SHARED_SIZE, _CLUSTER, _EARLY = 8, 4, 6  # numbers of attributes
 _MOST_SHARED = 227 * 1024  # bytes, of a program
@@ -59,11 +60,12 @@ TensorMap = c_uint64 * 16
 def compile_cuda(name: str, arch: str, macros: Mapping[str, int]) -> bytes:
     """What runs on `arch`, of the source with this name."""
     nvrtc, program = _nvrtc(), c_void_p()
-    source, header = ((SOURCES / each).read_bytes() for each in (name, "hopper.h"))
-    headers, names = (c_char_p * 1)(header), (c_char_p * 1)(b"hopper.h")
+    source = (SOURCES / name).read_bytes()
+    headers = (c_char_p * len(_HEADERS))(*((SOURCES / each).read_bytes() for each in _HEADERS))
+    names = (c_char_p * len(_HEADERS))(*(each.encode() for each in _HEADERS))
     options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{macro}={value}" for macro, value in macros.items())]
     given = (c_char_p * len(options))(*(each.encode() for each in options))
-    _check_nvrtc(nvrtc.nvrtcCreateProgram(byref(program), source, name.encode(), 1, headers, names))
+    _check_nvrtc(nvrtc.nvrtcCreateProgram(byref(program), source, name.encode(), len(_HEADERS), headers, names))
     try:
         failed = nvrtc.nvrtcCompileProgram(program, len(options), given)
         size = c_size_t()

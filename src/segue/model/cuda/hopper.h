@@ -38,6 +38,12 @@ DEVICE float shared_float(u32 at) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(at) : "memory");
     return value;
 }
+DEVICE void shared_two(float* two, u32 at) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(two[0]), "=f"(two[1]) : "r"(at) : "memory");
+}
+DEVICE void shared_four(float* four, u32 at) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3]) : "r"(at) : "memory");
+}
 DEVICE void keep_word(u32 at, u32 value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory"); }
 DEVICE u32 kept_word(u32 at) {
     u32 value;
@@ -102,6 +108,7 @@ DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_depend
 DEVICE void meet_warp() { __syncwarp(); }
 DEVICE void meet_threads(int name, int count) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(count) : "memory"); }
 DEVICE float from_lane(float value, int distance) { return __shfl_xor_sync(0xffffffff, value, distance); }
+DEVICE int of_lane(int value, int lane) { return __shfl_sync(0xffffffff, value, lane); }
 DEVICE float from_neighbour(float value, int distance) {  // where not all of a warp come, but all of four lanes
     return __shfl_xor_sync(0xfu << (threadIdx.x & 28), value, distance);
 }
@@ -117,6 +124,9 @@ DEVICE void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster
 DEVICE void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 DEVICE void arrive_expecting(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+DEVICE void expect(u32 barrier, u32 bytes) {  // from somebody who does not arrive
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 #define WAIT_FOR(SCOPE) \
     u32 done; \
@@ -158,6 +168,12 @@ DEVICE void copy_tokens(u32 to, const TensorMap* map, int column, int line, u32 
 DEVICE void send_four(u32 to_of_rank, const float* values, u32 barrier_of_rank) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to_of_rank),
                  "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier_of_rank)
+                 : "memory");
+}
+
+DEVICE void send_two(u32 to_of_rank, float one, float other, u32 barrier_of_rank) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to_of_rank), "f"(one),
+                 "f"(other), "r"(barrier_of_rank)
                  : "memory");
 }
 

@@ -8,18 +8,20 @@ from typing import NamedTuple
 import numpy as np
 
 from segue.engine import Row, SearchStep
-from segue.model.cuda.work import Group, IntArray, plan_work
+from segue.model.cuda.work import BOX, FIELDS, Group, IntArray, Work, plan_items, plan_work
 
 MUCH = (
     256  # tokens that sequences must have in common, to be read once for all of them; shared parts are multiples of it
 )
+MOST_OWN = 512  # tokens that a row of an item may have for itself
 FEW = 16  # new tokens of a sequence, up to which each is a row of its own
 TILE_FIELDS = 4  # of a tile: first row, rows, table, first position
 
 
 class Inputs(NamedTuple):
     """A step's rows one after the other. Rows of long prompts are done in `tiles`, all others in pieces: `own` through a
-    sequence's table, `shared` for groups of rows. What beams have for themselves is in the slots of their `tails`."""
+    sequence's table, `shared` for groups of rows; or, where all rows are of groups, in `items`. What beams have for themselves is
+    in the slots of their `tails`."""
 
     tokens: IntArray  # [rows], as are the next three
     positions: IntArray
@@ -28,28 +30,32 @@ class Inputs(NamedTuple):
     samples: IntArray  # rows to sample or search from
     starts: IntArray  # [rows + 1]
     tail_counts: IntArray  # [rows]
-    counts: IntArray  # how many of own, shared, tiles
+    counts: IntArray  # how many of own, shared, tiles, items
     own: IntArray
     shared: IntArray
     results: IntArray
     tiles: IntArray
+    items: IntArray
     tables: IntArray  # [sequences, blocks]
     tails: IntArray  # [rows, tokens]: slots; nothing if no row has any
 
 
 def make_inputs(
-    rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: int, *, alone: bool = False
+    rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: int, *, item_rows: int = 0, alone: bool = False
 ) -> Inputs:
-    """`group_rows`: of a group's piece, at most; `tile_rows`: of a tile. Sequences whose first blocks are the same are put side
-    by side, in whatever order they are in the plan; `samples` is in the plan's.
+    """`group_rows`: of a group's piece, at most; `tile_rows`: of a tile; `item_rows`: of an item, 0 if there are to
+    be none. Sequences whose first blocks are the same are put side by side, in whatever order they are in the plan; `samples` is
+    in the plan's.
 
     `alone`: each token is computed in the same way whatever comes with it. All but beams are in tiles, and none in groups."""
     if len(rows) == 1 and not alone and rows[0].stop - rows[0].start <= FEW and _beams(rows[0]) is None:
         return _of_one(rows[0], block_size)
-    return _of_many(rows, block_size, group_rows, tile_rows, alone=alone)
+    return _of_many(rows, block_size, group_rows, tile_rows, item_rows, alone=alone)
 
 
-def _of_many(rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: int, *, alone: bool) -> Inputs:
+def _of_many(
+    rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: int, item_rows: int, *, alone: bool
+) -> Inputs:
     order = _side_by_side(rows, block_size) if not alone else None
     placed = [rows[at] for at in order] if order is not None else rows
     counts = np.array([row.stop - row.start for row in placed], np.int32)
@@ -90,7 +96,11 @@ def _of_many(rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: i
         ends[begin:end], tail_counts[begin:end] = 0, own.shape[1]
         groups.append(Group(begin, end - begin, at, step.num_shared))
         tails.append((begin, own))
-    work = plan_work(begins, ends, sequence, groups, group_rows, known=firsts[sequence], fixed=alone)
+    items = _items(placed, tables, block_size, groups, item_rows) if item_rows and groups else _NO_PIECES
+    if len(items):
+        work = _no_work(total)
+    else:
+        work = plan_work(begins, ends, sequence, groups, group_rows, known=firsts[sequence], fixed=alone)
     return Inputs(
         tokens,
         positions,
@@ -99,11 +109,12 @@ def _of_many(rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: i
         _samples(rows, bounds, order),
         work.starts,
         tail_counts,
-        np.array([len(work.own), len(work.shared), len(tiles)], np.int32),
+        np.array([len(work.own), len(work.shared), len(tiles), len(items)], np.int32),
         work.own,
         work.shared,
         work.results,
         np.array(tiles, np.int32).reshape(-1, TILE_FIELDS),
+        items,
         tables,
         _by_row(tails, total),
     )
@@ -127,11 +138,12 @@ def _of_one(row: Row, block_size: int) -> Inputs:
         np.array([count - 1] if is_sampled else [], np.int32),
         work.starts,
         none,
-        np.array([len(work.own), 0, 0], np.int32),
+        np.array([len(work.own), 0, 0, 0], np.int32),
         work.own,
         work.shared,
         work.results,
         _NO_TILES,
+        _NO_PIECES,
         table,
         _NONE,
     )
@@ -151,8 +163,10 @@ def _side_by_side(rows: Sequence[Row], block_size: int) -> list[int] | None:
     return order + [at for at in range(len(rows)) if at not in there]
 
 
-def _prefixes(rows: Sequence[Row], tables: IntArray, bounds: list[int], block_size: int) -> list[Group]:
-    """Neighbours that begin with the same blocks, at least `MUCH` tokens of them."""
+def _prefixes(
+    rows: Sequence[Row], tables: IntArray, bounds: Sequence[int], block_size: int, unit: int = MUCH
+) -> list[Group]:
+    """Neighbours that begin with the same blocks, at least `MUCH` tokens of them, and how many `unit`s."""
     groups, at = [], 0
     while at < len(rows):
         end = at + 1
@@ -162,10 +176,34 @@ def _prefixes(rows: Sequence[Row], tables: IntArray, bounds: list[int], block_si
             same = (tables[at:end] == tables[at]).all(0)
             common = int(np.argmin(same)) if not same.all() else len(same)
             common = min(common * block_size, min(row.start for row in rows[at:end]))
-            if (shared := common // MUCH * MUCH) > 0:
-                groups.append(Group(bounds[at], end - at, at, shared))
+            if common >= MUCH:
+                groups.append(Group(bounds[at], end - at, at, common // unit * unit))
         at = end
     return groups
+
+
+def _items(rows: Sequence[Row], tables: IntArray, block_size: int, groups: Sequence[Group], item_rows: int) -> IntArray:
+    """For a step of beams alone, or one of single tokens, nearly all of which have much in common with others. What a row has for
+    itself is not divided among programs: if that is much for some, there are no items."""
+    if all(_beams(row) is not None for row in rows):
+        return plan_items(groups, item_rows)
+    if not all(row.stop - row.start == 1 and _beams(row) is None for row in rows):
+        return _NO_PIECES
+    alike = _prefixes(rows, tables, range(len(rows)), block_size, BOX)
+    in_group = {at for group in alike for at in range(*_span(group))}
+    others = [Group(at, 1, at, rows[at].start // BOX * BOX) for at in range(len(rows)) if at not in in_group]
+    own = (rows[at].start - group.num_shared for group in alike for at in range(*_span(group)))
+    if len(others) > FEW or max(own) >= MOST_OWN:
+        return _NO_PIECES
+    return plan_items([*alike, *others], item_rows)
+
+
+def _span(group: Group) -> tuple[int, int]:
+    return group.first_row, group.first_row + group.num_rows
+
+
+def _no_work(num_rows: int) -> Work:
+    return Work(_NO_PIECES, _NO_PIECES, _NO_PIECES[:, 0], np.zeros(num_rows + 1, np.int32))
 
 
 def _decodes(row: Row) -> bool:
@@ -229,13 +267,21 @@ def _by_row(tails: Sequence[tuple[int, IntArray]], num_rows: int) -> IntArray:
 
 _NONE = np.zeros((0, 0), np.int32)
 _NO_TILES = np.zeros((0, TILE_FIELDS), np.int32)
+_NO_PIECES = np.zeros((0, FIELDS), np.int32)
 
 
 class BeamInputs:
     """Of the passes of searches that go to their ends together: what changes from one to the next is a few numbers."""
 
     def __init__(
-        self, rows: Sequence[Row], steps: Sequence[SearchStep], block_size: int, group_rows: int, *, alone: bool
+        self,
+        rows: Sequence[Row],
+        steps: Sequence[SearchStep],
+        block_size: int,
+        group_rows: int,
+        *,
+        item_rows: int,
+        alone: bool,
     ) -> None:
         width, passes, total = steps[0].params.width, steps[0].passes, len(rows) * steps[0].params.width
         self._shared = np.repeat(np.array([step.num_shared for step in steps], np.int32), width)
@@ -250,7 +296,8 @@ class BeamInputs:
         self.slots: IntArray = slots.reshape(passes - 1, total)  # of each pass but the first
         groups = [Group(at * width, width, at, step.num_shared) for at, step in enumerate(steps)]
         none = np.zeros(total, np.int32)
-        work = plan_work(none, none, none, groups, group_rows, fixed=alone)
+        items = plan_items(groups, item_rows) if item_rows else _NO_PIECES
+        work = _no_work(total) if item_rows else plan_work(none, none, none, groups, group_rows, fixed=alone)
         self._same = Inputs(
             tokens=none,
             positions=none,
@@ -259,11 +306,12 @@ class BeamInputs:
             samples=np.arange(total, dtype=np.int32),
             starts=work.starts,
             tail_counts=none,
-            counts=np.array([0, len(work.shared), 0], np.int32),
+            counts=np.array([0, len(work.shared), 0, len(items)], np.int32),
             own=work.own,
             shared=work.shared,
             results=work.results,
             tiles=_NO_TILES,
+            items=items,
             tables=tables,
             tails=_NONE,
         )

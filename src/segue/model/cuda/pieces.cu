@@ -1,80 +1,59 @@
 // Attention of a few rows over paged KV, with all that lies between the product before it and the one after it: norms and rotation of
 // queries and keys, and new KV on its way to the cache.
 //
-// What is to be done is a list of pieces (work.py). A piece is a stretch of KV and its lanes: the heads of one row, or of all rows that
-// share the stretch, up to 64 of them. A program does pieces of one KV head, one after the other. One warp brings the stretch, 64 tokens
-// at a time, in a ring of stages, and begins before the kernel's turn has come, since what it reads is older than the step:
+// What is to be done is a list of pieces (work.py): stretches of KV that one row sees, up to 64 of its heads at once. A program does
+// pieces of one KV head, one after the other. One warp brings the stretch, 64 tokens at a time, in a ring of stages, and begins before
+// the kernel's turn has come, since what it reads is older than the step:
 //
 //     begin |------------- KV of earlier steps -------------|- known -- this step's own tokens --| end
 //
-// Keys and values of this step's own tokens, which end the stretch of a single row, do not come from memory: whoever needs them makes
-// them out of the product, and the row that they are of writes them to the cache. Beams see their own tokens elsewhere: for them, there
-// are programs that write those, and their queries.
+// Keys and values of this step's own tokens do not come from memory: whoever needs them makes them out of the product, and the row that
+// they are of writes them to the cache.
 //
-// What a piece gives is a row's output if the row has no other, or else a sum with its peak and mass, as `_together` in attention.py
-// reads them. If the step MERGES, whoever is last of a row's pieces puts them together.
+// What a piece gives is a row's output if the row has no other; otherwise whoever is last of a row's pieces puts them together.
 //
-// It is compiled for HEADS and KV_HEADS, DIM (64 or 128), SIZE (of a block), STAGES, FIELDS (of a piece), HAS_NORM (of queries and keys).
+// It is compiled for what attention.h says, and FIELDS (of a piece).
 
-#include <hopper.h>
+#include <attention.h>
 
-constexpr int GROUP = HEADS / KV_HEADS, ALL_HEADS = HEADS + 2 * KV_HEADS;
-constexpr int LANES = 64, CHUNK = 64, HALVES = DIM / 64;  // 64 numbers, or 128 bytes, lie in a line
-constexpr int BOX = SIZE < CHUNK ? SIZE : CHUNK;          // tokens that are copied at once
-constexpr int PLANE = CHUNK * 128, TILE_BYTES = HALVES * PLANE, STAGE_BYTES = 2 * TILE_BYTES;
+constexpr int BOX = SIZE < CHUNK ? SIZE : CHUNK;  // tokens that are copied at once
+constexpr int ROUNDS = LANES * FOUR / WORKERS;    // how often a thread prepares a part of a head
 static_assert(CHUNK / BOX * 2 * HALVES <= 32);
-constexpr int WORKERS = 128, THREADS = WORKERS + 32;  // the last warp copies
-constexpr int FOUR = 4, ROUNDS = LANES * FOUR / WORKERS;  // threads that prepare a head, and how often they do so
-constexpr int PART = DIM / 2 / FOUR;                      // of the left, and of the right half of a head, that each of them has
-constexpr int OF_ROW = GROUP + 2, ROWS_AT_ONCE = OF_ROW < 32 ? 32 / OF_ROW : 1;  // heads; beams, for each of which a warp's worth is there
 
 struct Step {
     TensorMap keys, values;
     const u16* qkv;  // [rows, ALL_HEADS, DIM]
-    u16 *k_cache, *v_cache, *q, *out;
+    u16 *k_cache, *v_cache, *out;
     const u16 *q_norm, *k_norm;
     const float *cosines, *sines;  // [positions, DIM / 2]
-    const int *positions, *slots, *tables, *own, *shared, *counts, *starts, *tail_counts;
+    const int *positions, *slots, *tables, *own, *counts, *starts;
     float *sums, *logs;
     int* arrivals;
     float scale, eps;  // the scale is for exponentials to base 2
-    int rows, table_stride, merges;
+    int table_stride;
 };
 
-// A piece, as work.py writes it.
+// A piece, as work.py writes it: of one row.
 struct Piece {
-    int first_row, num_rows, table, begin, end, result, known;
-    int num_lanes, num_chunks;
-    bool is_own;
+    int row, table, begin, end, result, known, num_chunks;
 
-    DEVICE Piece(const int* from, bool own) {
-        first_row = from[0], num_rows = from[1], table = from[2], begin = from[3], end = from[4], result = from[5], known = from[6];
-        num_lanes = num_rows * GROUP, num_chunks = (end - begin + CHUNK - 1) / CHUNK, is_own = own;
+    DEVICE Piece(const int* from) {
+        row = from[0], table = from[2], begin = from[3], end = from[4], result = from[5], known = from[6];
+        num_chunks = (end - begin + CHUNK - 1) / CHUNK;
     }
     DEVICE int first_new() const { return known < begin ? begin : known; }  // of this step's own tokens; `end` if there is none
 };
 
-// What a program does. Pieces that rows share, which take longest, come first, and beams' rows, some at once, last; it goes back and
-// forth, so that who had a long one is the last to get another.
+// What a program does. It goes back and forth, so that who had a long one is the last to get another.
 struct Pieces {
     const Step& step;
-    int num_shared, num_pieces, total, round = 0, slot, slots;
+    int total, round = 0, slot, slots;
 
-    DEVICE Pieces(const Step& given) : step(given) {
-        num_shared = step.shared ? step.counts[1] : 0;
-        num_pieces = num_shared + (step.own ? step.counts[0] : 0);
-        total = num_pieces + (step.tail_counts ? (step.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE : 0);
-        slot = my_program() / KV_HEADS, slots = num_programs() / KV_HEADS;
-    }
+    DEVICE Pieces(const Step& given) : step(given) { total = step.counts[0], slot = my_program() / KV_HEADS, slots = num_programs() / KV_HEADS; }
     DEVICE int number() const { return round * slots + (round % 2 ? slots - 1 - slot : slot); }
     DEVICE bool is_over() const { return number() >= total; }
-    DEVICE bool is_piece() const { return number() < num_pieces; }
-    DEVICE int first_row() const { return (number() - num_pieces) * ROWS_AT_ONCE; }
     DEVICE void next() { round++; }
-    DEVICE Piece piece() const {
-        const int at = number();
-        return at < num_shared ? Piece(step.shared + at * FIELDS, false) : Piece(step.own + (at - num_shared) * FIELDS, true);
-    }
+    DEVICE Piece piece() const { return Piece(step.own + number() * FIELDS); }
 };
 
 // A stage of the ring, and how often it has been gone through, as barriers count it.
@@ -99,11 +78,6 @@ struct Shared {
     DEVICE u32 values(u32 stage) const { return keys(stage) + TILE_BYTES; }
 };
 
-// Where eight numbers of a line lie, beginning with `column` of DIM.
-DEVICE u32 octet_at(u32 tile, int line, int column) {
-    return tile + column / 64 * PLANE + line * 128 + ((column % 64 / 8 ^ line & 7) << 4);
-}
-
 // The copying warp
 
 // Only blocks that something is known of; what lies behind that is written over, or not looked at. A lane has one copy at most.
@@ -122,12 +96,12 @@ DEVICE void bring(const Step& step, const Shared& here, const Piece& piece, int 
     if (!has_copy) return;
     const u32 tile = is_value ? here.values(turn.at) : here.keys(turn.at);
     copy_tokens(tile + plane * PLANE + box * (BOX * 128), is_value ? &step.values : &step.keys, 64 * plane,
-                (block * KV_HEADS + kv_head) * SIZE + token % SIZE, barrier);
+                int(line_of(block, token % SIZE, kv_head)), barrier);
 }
 
 DEVICE void bring_all(const Step& step, const Shared& here, int kv_head) {
     Turn turn;
-    for (Pieces pieces(step); pieces.is_piece(); pieces.next()) {
+    for (Pieces pieces(step); !pieces.is_over(); pieces.next()) {
         const Piece piece = pieces.piece();
         for (int chunk = 0; chunk < piece.num_chunks; chunk++, turn.next()) bring(step, here, piece, kv_head, chunk, turn);
     }
@@ -141,104 +115,18 @@ struct Task {
     int row = 0, head = 0, position = 0, slot = 0, line = 0;  // `line`: where it is to be, of what is new
 
     Task() = default;
-    // The piece's queries; then a key and a value of each of its new tokens.
+    // The row's queries; then a key and a value of each of its new tokens.
     DEVICE Task(const Step& step, const Piece& piece, int kv_head, int number) {
-        if (number < piece.num_lanes) {
-            what = QUERY, row = piece.first_row + number / GROUP, head = kv_head * GROUP + number % GROUP;
-            position = step.positions[row];
+        if (number < GROUP) {
+            what = QUERY, row = piece.row, head = kv_head * GROUP + number, position = step.positions[row];
             return;
         }
-        const int extra = number - piece.num_lanes, token = piece.first_new() + extra / 2;
-        if (!piece.is_own || token >= piece.end) return;
-        row = piece.first_row - (step.positions[piece.first_row] - token), line = token - piece.begin, position = token;
-        of_kv(step, kv_head, extra % 2);
-    }
-    // A row's queries, its key and its value.
-    DEVICE static Task of_row(const Step& step, int row, int kv_head, int number) {
-        Task task;
-        task.row = row, task.position = step.positions[row];
-        if (number < GROUP)
-            task.what = QUERY, task.head = kv_head * GROUP + number;
-        else
-            task.of_kv(step, kv_head, number - GROUP);
-        return task;
-    }
-    DEVICE void of_kv(const Step& step, int kv_head, bool is_value) {
-        what = is_value ? VALUE : KEY, head = HEADS + (is_value ? KV_HEADS : 0) + kv_head, slot = step.slots[row];
+        const int extra = number - GROUP, token = piece.first_new() + extra / 2;
+        if (token >= piece.end) return;
+        row = piece.row - (step.positions[piece.row] - token), line = token - piece.begin, position = token;
+        what = extra % 2 ? VALUE : KEY, head = HEADS + (extra % 2 ? KV_HEADS : 0) + kv_head, slot = step.slots[row];
     }
 };
-
-// What a thread has of a head: two numbers in each word, from the left half and, across from them, from the right.
-struct Head {
-    u32 left[PART / 2] = {}, right[PART / 2] = {};
-
-    DEVICE void load(const u16* from) {
-#pragma unroll
-        for (int at = 0; at < PART / 2; at += 4) load_words(left + at, from + 2 * at), load_words(right + at, from + DIM / 2 + 2 * at);
-    }
-    DEVICE void store(u16* to) const {
-#pragma unroll
-        for (int at = 0; at < PART / 2; at += 4) store_words(to + 2 * at, left + at), store_words(to + DIM / 2 + 2 * at, right + at);
-    }
-    DEVICE void keep(u32 tile, int line, int part) const {
-#pragma unroll
-        for (int at = 0; at < PART / 2; at += 4) {
-            keep_words(octet_at(tile, line, part * PART + 2 * at), left + at);
-            keep_words(octet_at(tile, line, DIM / 2 + part * PART + 2 * at), right + at);
-        }
-    }
-    DEVICE void find(u32 tile, int line, int part) {
-#pragma unroll
-        for (int at = 0; at < PART / 2; at += 4) {
-            kept_words(left + at, octet_at(tile, line, part * PART + 2 * at));
-            kept_words(right + at, octet_at(tile, line, DIM / 2 + part * PART + 2 * at));
-        }
-    }
-};
-
-// What a head is turned by, and how long it is to be: older than the step too.
-struct Turning {
-    float cosines[PART] = {}, sines[PART] = {};
-    u32 low[PART / 2] = {}, high[PART / 2] = {};  // of the norm's weights
-
-    DEVICE void load(const Step& step, const Task& task, int part) {
-        const u64 from = u64(task.position) * (DIM / 2) + part * PART;
-        const u16* norm = (task.what == Task::KEY ? step.k_norm : step.q_norm) + part * PART;
-#pragma unroll
-        for (int at = 0; at < PART; at += 4) load_floats(cosines + at, step.cosines + from + at), load_floats(sines + at, step.sines + from + at);
-#pragma unroll
-        for (int at = 0; HAS_NORM && at < PART / 2; at += 4) load_words(low + at, norm + 2 * at), load_words(high + at, norm + DIM / 2 + 2 * at);
-    }
-};
-
-// Norm and rotation, but not of values. All threads of a head come here.
-DEVICE void prepare(Head& head, const Task& task, const Turning& turning, float eps) {
-    float scale = 1;
-    if (HAS_NORM) {
-        float squares = 0;
-#pragma unroll
-        for (int at = 0; at < PART / 2; at++) {
-            const float l = low_of(head.left[at]), m = high_of(head.left[at]), r = low_of(head.right[at]), s = high_of(head.right[at]);
-            squares += l * l + m * m + r * r + s * s;
-        }
-        squares += from_neighbour(squares, 1);
-        squares += from_neighbour(squares, 2);
-        scale = inverse_root(squares / DIM + eps);
-    }
-#pragma unroll
-    for (int at = 0; at < PART / 2; at++) {
-        float left[2] = {low_of(head.left[at]), high_of(head.left[at])};
-        float right[2] = {low_of(head.right[at]), high_of(head.right[at])};
-        if (HAS_NORM) {
-            left[0] *= scale * low_of(turning.low[at]), left[1] *= scale * high_of(turning.low[at]);
-            right[0] *= scale * low_of(turning.high[at]), right[1] *= scale * high_of(turning.high[at]);
-        }
-        const float *c = turning.cosines + 2 * at, *s = turning.sines + 2 * at;
-        const u32 new_left = packed(left[0] * c[0] - right[0] * s[0], left[1] * c[1] - right[1] * s[1]);
-        const u32 new_right = packed(right[0] * c[0] + left[0] * s[0], right[1] * c[1] + left[1] * s[1]);
-        if (task.what != Task::VALUE) head.left[at] = new_left, head.right[at] = new_right;
-    }
-}
 
 DEVICE void load(Head& head, const Step& step, const Task& task, int part) {
     if (task.what != Task::NOTHING) head.load(step.qkv + (u64(task.row) * ALL_HEADS + task.head) * DIM + part * PART);
@@ -246,116 +134,38 @@ DEVICE void load(Head& head, const Step& step, const Task& task, int part) {
 
 DEVICE void write_kv(const Head& head, const Step& step, const Task& task, int kv_head, int part) {
     u16* to = task.what == Task::VALUE ? step.v_cache : step.k_cache;
-    head.store(to + ((u64(task.slot / SIZE) * KV_HEADS + kv_head) * SIZE + task.slot % SIZE) * DIM + part * PART);
-}
-
-DEVICE void write_query(const Head& head, const Step& step, const Task& task, int part) {
-    head.store(step.q + (u64(task.row) * HEADS + task.head) * DIM + part * PART);
-}
-
-// Of rows that are beams, KV and queries, for whoever puts their pieces together with what is theirs alone.
-DEVICE void write_rows(const Step& step, int first_row, int kv_head) {
-    const int part = my_thread() % FOUR;
-    for (int number = my_thread() / FOUR; number < ROWS_AT_ONCE * OF_ROW; number += WORKERS / FOUR) {
-        const int row = first_row + number / OF_ROW;
-        if (row >= step.rows || step.tail_counts[row] == 0) continue;
-        const Task task = Task::of_row(step, row, kv_head, number % OF_ROW);
-        Turning turning;
-        Head head;
-        turning.load(step, task, part);
-        wait_for_kernel_before();
-        load(head, step, task, part);
-        prepare(head, task, turning, step.eps);
-        if (task.what == Task::QUERY)
-            write_query(head, step, task, part);
-        else
-            write_kv(head, step, task, kv_head, part);
-    }
-}
-
-// Each thread has, of lanes `line` and `line + 8`, every fourth pair of columns.
-struct Sums {
-    float total[HALVES][32] = {}, peak[2] = {lowest(), lowest()}, mass[2] = {};
-};
-
-// A chunk, of which `left` tokens are there.
-DEVICE void absorb(Sums& sums, const Shared& here, u32 stage, int left, float scale) {
-    float weights[32] = {};
-    products_begin();
-#pragma unroll
-    for (int sixteen = 0; sixteen < DIM / 16; sixteen++) {
-        const u64 at = u64(sixteen / 4) * (PLANE / 16) + sixteen % 4 * NEXT_SIXTEEN;
-        multiply_add<64>(weights, operand(here.queries) + at, operand(here.keys(stage)) + at);
-    }
-    products_commit();
-    products_wait<0>();
-    const int column = my_thread() % 4 * 2;
-    float peak[2] = {sums.peak[0], sums.peak[1]};
-#pragma unroll
-    for (int at = 0; at < 32; at++) {
-        weights[at] = at / 4 * 8 + column + at % 2 < left ? weights[at] * scale : lowest();
-        peak[at / 2 % 2] = larger(peak[at / 2 % 2], weights[at]);
-    }
-    float fade[2];
-#pragma unroll
-    for (int which = 0; which < 2; which++) {
-        peak[which] = larger(peak[which], from_lane(peak[which], 1));
-        peak[which] = larger(peak[which], from_lane(peak[which], 2));
-        fade[which] = power_of_two(sums.peak[which] - peak[which]);
-        sums.mass[which] *= fade[which], sums.peak[which] = peak[which];
-    }
-    u32 held[16];  // as a product takes its left side from registers
-#pragma unroll
-    for (int at = 0; at < 32; at += 2) {
-        const float one = power_of_two(weights[at] - peak[at / 2 % 2]), other = power_of_two(weights[at + 1] - peak[at / 2 % 2]);
-        sums.mass[at / 2 % 2] += one + other;
-        held[at / 2] = packed(one, other);
-    }
-#pragma unroll
-    for (int half = 0; half < HALVES; half++)
-#pragma unroll
-        for (int at = 0; at < 32; at++) sums.total[half][at] *= fade[at / 2 % 2];
-    products_begin();
-#pragma unroll
-    for (int sixteen = 0; sixteen < CHUNK / 16; sixteen++)
-#pragma unroll
-        for (int half = 0; half < HALVES; half++)
-            multiply_add_held(sums.total[half], held + 4 * sixteen,
-                              operand(here.values(stage) + half * PLANE) + sixteen * NEXT_SIXTEEN_LINES);
-    products_commit();
-    products_wait<0>();
+    head.store(to + u64(line_of(task.slot / SIZE, task.slot % SIZE, kv_head)) * DIM + part * PART);
 }
 
 // One of the two lanes that a thread has something of.
 DEVICE void give(const Sums& sums, const Step& step, const Piece& piece, int kv_head, int which, bool is_whole) {
-    const int lane = my_thread() / 32 * 16 + my_thread() % 32 / 4 + which * 8, quarter = my_thread() % 4;
-    if (lane >= piece.num_lanes) return;
-    const int row = lane / GROUP, head = kv_head * GROUP + lane % GROUP;
-    const u64 result = u64(piece.result + row) * HEADS + head;
-    u16* out = step.out + (u64(piece.first_row + row) * HEADS + head) * DIM;
+    const int lane = my_line() + which * 8, head = kv_head * GROUP + lane;
+    if (lane >= GROUP) return;
+    const u64 result = u64(piece.result) * HEADS + head;
+    u16* out = step.out + (u64(piece.row) * HEADS + head) * DIM;
     const float share = 1 / sums.mass[which];
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
 #pragma unroll
         for (int eight = 0; eight < 8; eight++) {
             const float one = sums.total[half][eight * 4 + which * 2], other = sums.total[half][eight * 4 + which * 2 + 1];
-            const int column = half * 64 + eight * 8 + quarter * 2;
+            const int column = half * 64 + eight * 8 + my_column();
             if (is_whole)
                 store_word(out + column, packed(one * share, other * share));
             else
                 store_two(step.sums + result * DIM + column, one, other);
         }
     }
-    if (!is_whole && quarter == 0) store_two(step.logs + 2 * result, sums.peak[which], sums.mass[which]);
+    if (!is_whole && my_column() == 0) store_two(step.logs + 2 * result, sums.peak[which], sums.mass[which]);
 }
 
 // What all pieces of a row gave. Who has a column of a head asks for what eight of them gave at once.
 DEVICE void put_together(const Step& step, const Piece& piece, int kv_head) {
     constexpr int EACH = DIM / 4, AT_ONCE = 8;  // threads of a head; pieces
-    const int first = step.starts[piece.first_row], last = step.starts[piece.first_row + 1], column = my_thread() % EACH * 4;
+    const int first = step.starts[piece.row], last = step.starts[piece.row + 1], column = my_thread() % EACH * 4;
     for (int which = my_thread() / EACH; which < GROUP; which += WORKERS / EACH) {
         const int head = kv_head * GROUP + which;
-        float peak = lowest(), mass = 0, total[4] = {};
+        float peak = LOW, mass = 0, total[4] = {};
         for (int begin = first; begin < last; begin += AT_ONCE) {
             float parts[AT_ONCE][4], told[AT_ONCE][2], highest = peak;
 #pragma unroll
@@ -378,7 +188,7 @@ DEVICE void put_together(const Step& step, const Piece& piece, int kv_head) {
                 for (int each = 0; each < 4; each++) total[each] += gain * parts[at][each];
             }
         }
-        u16* out = step.out + (u64(piece.first_row) * HEADS + head) * DIM + column;
+        u16* out = step.out + (u64(piece.row) * HEADS + head) * DIM + column;
         const float share = 1 / mass;
         store_pair(out, {packed(total[0] * share, total[1] * share), packed(total[2] * share, total[3] * share)});
     }
@@ -388,7 +198,7 @@ DEVICE void put_together(const Step& step, const Piece& piece, int kv_head) {
 DEVICE void merge(const Step& step, const Shared& here, const Piece& piece, int kv_head, int others) {
     meet_threads(2, WORKERS);
     if (my_thread() == 0) {
-        int* arrived = step.arrivals + piece.first_row * KV_HEADS + kv_head;
+        int* arrived = step.arrivals + piece.row * KV_HEADS + kv_head;
         const bool is_last = add_one(arrived) == others;
         if (is_last) clear(arrived);
         keep_word(here.is_last, is_last);
@@ -400,12 +210,16 @@ DEVICE void merge(const Step& step, const Shared& here, const Piece& piece, int 
 // Queries and what is new, into the place of queries; what is new stays there until its chunk has come.
 DEVICE void prepare_all(const Step& step, const Shared& here, const Piece& piece, int kv_head) {
     const int part = my_thread() % FOUR;
+    const auto ask = [&](Angles& angles, Head& norm, const Task& task) {
+        angles.load(step.cosines, step.sines, task.position, part);
+        if (HAS_NORM) norm.load((task.what == Task::KEY ? step.k_norm : step.q_norm) + part * PART);
+    };
     Task tasks[ROUNDS];
-    Head heads[ROUNDS];
-    Turning turning;
+    Head heads[ROUNDS], norm;
+    Angles angles;
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++) tasks[round] = Task(step, piece, kv_head, round * (WORKERS / FOUR) + my_thread() / FOUR);
-    if (tasks[0].what != Task::NOTHING) turning.load(step, tasks[0], part);
+    if (tasks[0].what != Task::NOTHING) ask(angles, norm, tasks[0]);
     wait_for_kernel_before();
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++) load(heads[round], step, tasks[round], part);
@@ -413,10 +227,10 @@ DEVICE void prepare_all(const Step& step, const Shared& here, const Piece& piece
     for (int round = 0; round < ROUNDS; round++) {
         const Task& task = tasks[round];
         if (task.what == Task::NOTHING) continue;
-        if (round > 0) turning.load(step, task, part);  // the same, as a rule
-        prepare(heads[round], task, turning, step.eps);
+        if (round > 0) ask(angles, norm, task);  // the same, as a rule
+        if (task.what != Task::VALUE) turn(heads[round], angles, norm, step.eps);
         heads[round].keep(here.queries, round * (WORKERS / FOUR) + my_thread() / FOUR, part);
-        if (task.what != Task::QUERY && task.row == piece.first_row) write_kv(heads[round], step, task, kv_head, part);
+        if (task.what != Task::QUERY && task.row == piece.row) write_kv(heads[round], step, task, kv_head, part);
     }
 }
 
@@ -433,8 +247,7 @@ DEVICE void place_new(const Step& step, const Shared& here, const Piece& piece, 
 }
 
 DEVICE void attend(const Step& step, const Shared& here, const Piece& piece, int kv_head, Turn& turn) {
-    const int length = piece.end - piece.begin;
-    const int others = step.merges ? step.starts[piece.first_row + 1] - step.starts[piece.first_row] - 1 : 1;
+    const int length = piece.end - piece.begin, others = step.starts[piece.row + 1] - step.starts[piece.row] - 1;
     prepare_all(step, here, piece, kv_head);
     Sums sums;
     for (int chunk = 0; chunk < piece.num_chunks; chunk++, turn.next()) {
@@ -448,17 +261,14 @@ DEVICE void attend(const Step& step, const Shared& here, const Piece& piece, int
         }
         const bool is_mended = is_new || left < CHUNK;
         if (chunk == 0 || is_mended) fence_products(), meet_threads(2, WORKERS);
-        absorb(sums, here, turn.at, left, step.scale);
+        absorb(sums, here.queries, here.keys(turn.at), here.values(turn.at), step.scale,
+               [&](int eight, int) { return left - eight * 8 - my_column(); });
         if (my_thread() % 32 == 0) arrive(here.empty + 8 * turn.at);
     }
-#pragma unroll
-    for (int which = 0; which < 2; which++) {
-        sums.mass[which] += from_lane(sums.mass[which], 1);
-        sums.mass[which] += from_lane(sums.mass[which], 2);
-    }
+    sums.add_up();
     give(sums, step, piece, kv_head, 0, others == 0);
     give(sums, step, piece, kv_head, 1, others == 0);
-    if (step.merges && others > 0) merge(step, here, piece, kv_head, others);
+    if (others > 0) merge(step, here, piece, kv_head, others);
 }
 
 KERNEL_OF_TWO(THREADS) compute(GIVEN Step step) {
@@ -476,10 +286,6 @@ KERNEL_OF_TWO(THREADS) compute(GIVEN Step step) {
     }
     Turn turn;
     for (Pieces pieces(step); !pieces.is_over(); pieces.next()) {
-        if (!pieces.is_piece()) {
-            write_rows(step, pieces.first_row(), kv_head);
-            continue;
-        }
         attend(step, here, pieces.piece(), kv_head, turn);
         meet_threads(2, WORKERS);  // the next piece's queries go where this one's were
     }

@@ -121,7 +121,14 @@ class Sweeps:
         step = self._steps.run(rows, copies, needs_head=True, num_candidates=count)
         history = torch.empty(passes, 4, len(rows), width, dtype=torch.int32, device=step.hidden.device)
         self._choose(step, steps, None, 0, history[0])
-        inputs = BeamInputs(rows, steps, self._block_size, self._steps.group_rows, alone=self._steps.is_exact)
+        inputs = BeamInputs(
+            rows,
+            steps,
+            self._block_size,
+            self._steps.group_rows,
+            item_rows=self._steps.item_rows,
+            alone=self._steps.is_exact,
+        )
         tails = None
         for number in range(1, passes):
             beams = Beams.of(history[number - 1])

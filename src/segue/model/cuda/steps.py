@@ -15,6 +15,7 @@ from segue.model.batch import Batch
 from segue.model.cuda import choosing, kernels, recording
 from segue.model.cuda.backend import FEW_ROWS, Attention, CudaBackend, Pieces, Tiles
 from segue.model.cuda.buffers import TAIL, Buffers, Fields, parts
+from segue.model.cuda.fused import Alike
 from segue.model.cuda.inputs import TILE_FIELDS, Inputs, make_inputs
 from segue.model.cuda.recording import Recorded
 from segue.model.cuda.sampling import Draws, draw_now, draws
@@ -82,6 +83,8 @@ class _Kind(NamedTuple):
     num_tiles: int = 0
     has_tails: bool = False
     merged_rows: int = 0  # of the first rows, whose pieces are to be put together
+    num_items: int = 0
+    each: int = 0  # of items, as `Alike` says
     has_head: bool = True
     num_candidates: int = 0  # of each row, that a search looks at
 
@@ -124,6 +127,10 @@ class CudaSteps:
     @property
     def group_rows(self) -> int:
         return self._backend.group_rows
+
+    @property
+    def item_rows(self) -> int:
+        return self._backend.item_rows
 
     @property
     def is_exact(self) -> bool:
@@ -226,7 +233,14 @@ class CudaSteps:
 
     def _inputs(self, rows: Sequence[Row]) -> Inputs:
         backend = self._backend
-        return make_inputs(rows, self._block_size, backend.group_rows, backend.tile_rows, alone=backend.exact)
+        return make_inputs(
+            rows,
+            self._block_size,
+            backend.group_rows,
+            backend.tile_rows,
+            item_rows=backend.item_rows,
+            alone=backend.exact,
+        )
 
     def _replay(
         self,
@@ -288,7 +302,7 @@ class CudaSteps:
         has_own, group_rows, has_tails = len(inputs.own) > 0, self._group_rows(inputs), inputs.tails.size > 0
         is_mixed = (has_own or group_rows > 0) and num_tiles > 0
         merged_rows = 0
-        if group_rows or has_tails:
+        if group_rows or (has_tails and not len(inputs.items)):
             last = int(np.diff(inputs.starts).nonzero()[0][-1])
             merged_rows = min(rows, FEW_ROWS) if last < FEW_ROWS else rows
         return _Kind(
@@ -299,6 +313,7 @@ class CudaSteps:
             self._tile_room(rows, num_tiles) if num_tiles else 0,
             has_tails,
             merged_rows,
+            *_room_for_items(inputs),
         )
 
     def _group_rows(self, inputs: Inputs) -> int:
@@ -333,6 +348,7 @@ class CudaSteps:
             there.starts,
             there.contexts,
             Tiles(there.tiles.view(-1, TILE_FIELDS)[: kind.num_tiles], there.counts[2:]) if kind.num_tiles else None,
+            _alike(kind.num_items, kind.each, there, has_tails=kind.has_tails),
             tables,
             self._sums,
             self._logs,
@@ -366,7 +382,7 @@ class CudaSteps:
         buffers = self._buffers_for(kind.rows)
         buffers.device.zero_()
         batch = self._static(kind)
-        copies, num_copies = buffers.read.copies[: 2 * kind.rows].view(-1, 2), buffers.read.counts[3:]
+        copies, num_copies = buffers.read.copies[: 2 * kind.rows].view(-1, 2), buffers.read.counts[4:]
 
         def run() -> Step:
             if _copies_itself(kind):
@@ -413,6 +429,7 @@ class CudaSteps:
             there.starts,
             there.contexts,
             Tiles(there.tiles, there.counts[2:]) if len(inputs.tiles) else None,
+            _alike(*_room_for_items(inputs), there, has_tails=inputs.tails.size > 0),
             there.tables,
             torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device),
             torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device),
@@ -440,6 +457,21 @@ def _pieces(has_own: bool, group_rows: int, there: Fields[Tensor]) -> Pieces | N
         return None
     own, shared = there.own.view(-1, FIELDS), there.shared.view(-1, FIELDS)
     return Pieces(own if has_own else None, shared if group_rows else None, there.counts, group_rows)
+
+
+def _room_for_items(inputs: Inputs) -> tuple[int, int]:
+    """How many, so that kinds are few, and how much of what rows have for themselves is put side by side."""
+    count = len(inputs.items)
+    if not count:
+        return 0, 0
+    return 1 << (count - 1).bit_length(), 4 if 0 < inputs.tails.shape[1] <= 4 else 16
+
+
+def _alike(room: int, each: int, there: Fields[Tensor], *, has_tails: bool) -> Alike | None:
+    if not room:
+        return None
+    tails = (there.tails.view(len(there.tail_counts), -1), there.tail_counts) if has_tails else None
+    return Alike(there.items, there.counts[3:], tails, room, each)
 
 
 def _copies_itself(kind: _Kind, num_copies: int = 0) -> bool:

@@ -27,6 +27,7 @@ MOST_PIECES = 32  # of one stretch; a long one has longer pieces
 FIELDS = (
     7  # of a piece: first row, rows, table, begin, end, first result, and which of its tokens came with earlier steps
 )
+BOX = 16  # tokens that items are made of
 _STEP = 64
 
 IntArray = npt.NDArray[np.int32]
@@ -99,6 +100,16 @@ def plan_work(
     order = np.argsort(rows, kind="stable")
     starts = np.searchsorted(rows[order], np.arange(len(ends) + 1)).astype(np.int32)
     return Work(own, shared, results[order].astype(np.int32), starts)
+
+
+def plan_items(groups: Sequence[Group], most: int) -> IntArray:
+    """Of rows that all belong to a group: items of `most` rows at most, written as pieces are."""
+    items = [
+        (first, min(most, group.first_row + group.num_rows - first), group.table, 0, group.num_shared, 0, 0)
+        for group in groups
+        for first in range(group.first_row, group.first_row + group.num_rows, most)
+    ]
+    return np.array(items, np.int32).reshape(-1, FIELDS)
 
 
 def _shared(

@@ -1,4 +1,4 @@
-"""Steps whose attention is done in one kernel, and what is to come of them."""
+"""Steps whose attention is done in one kernel with what lies before it, and what is to come of them."""
 
 from array import array
 
@@ -7,8 +7,8 @@ import torch
 
 from segue import BeamParams, SamplingParams
 from segue.engine import Row, Sampling, SearchStep
+from segue.model.cuda.fused import Alike, Given, Kind, Own
 from segue.model.cuda.inputs import make_inputs
-from segue.model.cuda.pieces import Given, Kind
 
 EPS = 1e-6
 SAMPLED = Sampling(SamplingParams(temperature=0), 0, 1, frozenset())
@@ -56,10 +56,12 @@ def beams(num_shared, width, depth, blocks, size):
 class Case:
     """A step's rows; the cache knows what came with earlier steps, and nothing else in it is a number."""
 
-    def __init__(self, kind, rows, *, dtype=torch.bfloat16, device="cpu", num_blocks=160, seed=0):
-        self.kind, self.dtype, self.device = kind, dtype, torch.device(device)
-        self.inputs = inputs = make_inputs(rows, kind.size, kind.group_rows, 128)
-        assert not len(inputs.tiles)
+    def __init__(self, kind, rows, *, dtype=torch.bfloat16, device="cpu", num_blocks=160, seed=0, spare=0):
+        """`spare`: room for so many more items."""
+        self.kind, self.dtype, self.device, self.spare = kind, dtype, torch.device(device), spare
+        item_rows = kind.group_rows if kind.has_groups else 0
+        self.inputs = inputs = make_inputs(rows, kind.size, 64, 128, item_rows=item_rows)
+        assert not len(inputs.tiles) and not len(inputs.shared)
         generator = torch.Generator().manual_seed(seed)
 
         def random(*shape):
@@ -87,7 +89,10 @@ class Case:
         return [*(inputs.tables[self.table(row), places // size] * size + places % size).tolist(), *tail]
 
     def table(self, row):
-        both = np.concatenate([self.inputs.own, self.inputs.shared])
+        """Forks have one of their own, beams their group's."""
+        if not self.inputs.tails.size and len(self.inputs.items):
+            return row
+        both = np.concatenate([self.inputs.own, self.inputs.items])
         return next(int(piece[2]) for piece in both if piece[0] <= row < piece[0] + piece[1])
 
     @property
@@ -118,43 +123,22 @@ class Case:
         qkv, cosines, sines = (each.to(self.device) for each in (self.qkv, self.cosines, self.sines))
         norms = (self.norms[0].to(self.device), self.norms[1].to(self.device)) if self.norms is not None else None
         cache = self.old.to(self.device, copy=True)
-        shape, results = (self.num_rows, kind.heads, kind.dim), (len(inputs.results), kind.heads)
-        q, out = (torch.full(shape, torch.nan, dtype=self.dtype, device=self.device) for _ in range(2))
-        sums, logs = (torch.full((*results, size), torch.nan, device=self.device) for size in (kind.dim, 2))
-        arrivals = torch.zeros(self.num_rows, kind.kv_heads, dtype=torch.int32, device=self.device)
-        own, shared = (there[name] if len(there[name]) else None for name in ("own", "shared"))
+        out = torch.full((self.num_rows, kind.heads, kind.dim), torch.nan, dtype=self.dtype, device=self.device)
         given = Given(
-            qkv, cache[0], cache[1], q, out, norms, cosines, sines, there["positions"], there["slots"], there["tables"],
-            own, shared, there["counts"], there["starts"], there["tail_counts"] if inputs.tails.size else None, sums, logs,
-            arrivals,
-        )  # fmt: skip
-        if kernel.attend(given, scale=kind.dim**-0.5, eps=EPS) is False or arrivals.any():
+            qkv, cache[0], cache[1], out, norms, cosines, sines, there["positions"], there["slots"], there["tables"]
+        )
+        arrivals = torch.zeros(self.num_rows, kind.kv_heads, dtype=torch.int32, device=self.device)
+        if len(inputs.items):
+            tails = (there["tails"], there["tail_counts"]) if inputs.tails.size else None
+            each = 4 if 0 < inputs.tails.shape[1] <= 4 else 16
+            how = Alike(there["items"], there["counts"][3:], tails, len(inputs.items) + self.spare, each)
+        else:
+            results = len(inputs.results), kind.heads
+            sums, logs = (torch.full((*results, size), torch.nan, device=self.device) for size in (kind.dim, 2))
+            how = Own(there["own"], there["counts"], there["starts"], sums, logs, arrivals)
+        if kernel.attend(given, how, scale=kind.dim**-0.5, eps=EPS) is False or arrivals.any():
             return None
-        q, out, cache, sums, logs = (each.cpu() for each in (q, out, cache, sums, logs))
-        return (out if shared is None else self.put_together(q, cache, sums, logs)).double(), cache
-
-    def put_together(self, q, cache, sums, logs):
-        """As `merge_pieces` does."""
-        inputs, group = self.inputs, self.kind.heads // self.kind.kv_heads
-        rows = []
-        for row in range(self.num_rows):
-            which = torch.from_numpy(inputs.results[inputs.starts[row] : inputs.starts[row + 1]]).long()
-            peaks, masses, totals = logs[which, :, 0].double(), logs[which, :, 1].double(), sums[which].double()
-            if inputs.tails.size and inputs.tail_counts[row]:
-                slots = torch.from_numpy(inputs.tails[row, : inputs.tail_counts[row]]).long()
-                k, v = (
-                    each[slots // self.kind.size, :, slots % self.kind.size].double().repeat_interleave(group, 1)
-                    for each in cache
-                )
-                own = torch.einsum("hd,chd->ch", q[row].double(), k) * self.kind.dim**-0.5 * np.log2(np.e)
-                peaks, masses, totals = (
-                    torch.cat([peaks, own]),
-                    torch.cat([masses, torch.ones_like(own)]),
-                    torch.cat([totals, v]),
-                )
-            gains = torch.exp2(peaks - peaks.amax(0))
-            rows.append((gains[..., None] * totals).sum(0) / (gains * masses).sum(0)[:, None])
-        return torch.stack(rows)
+        return out.cpu().double(), cache.cpu()
 
     def wanted(self):
         kind, inputs = self.kind, self.inputs
@@ -198,15 +182,23 @@ def rows_of(kind, what, seed=3):
     if what == "a beginning":
         return sequences([(0, 16), (300, 316), (56, 70)], blocks, size)
     if what == "forks":
-        shared = blocks.take(512 // size)
-        rows = sequences([(512 + 3 * at, 513 + 3 * at) for at in range(20)], blocks, size, shared)
-        return [*rows[:2], *sequences([(20, 21)], blocks, size), *rows[2:]]
+        return forks(512, [512, 513, 526, 527, 528, 529, *range(530, 590, 4)], blocks, size)
+    if what == "forks and others":
+        rows = [*forks(288, [289, 300, 320, 321, 346], blocks, size), *forks(272, [275, 276], blocks, size)]
+        return [*rows, *sequences([(0, 1), (15, 16), (40, 41)], blocks, size)]
     if what == "beams":
-        return [beams(300, 30, 3, blocks, size), beams(70, 12, 1, blocks, size)]
-    assert what == "all of it"
-    shared = blocks.take(256 // size)
-    forks = sequences([(257 + at, 258 + at) for at in range(3)], blocks, size, shared)
-    return [*forks, beams(130, 4, 2, blocks, size), *sequences([(90, 97), (0, 1)], blocks, size)]
+        return [beams(300, 30, 3, blocks, size), beams(70, 12, 3, blocks, size)]
+    if what == "long beams":
+        return [beams(45, 10, 21, blocks, size)]
+    assert what == "many beams"
+    return [beams(9 + 30 * at, 33, 1, blocks, size) for at in range(2)]
 
 
-ALL = ("one after each other", "a long one alone", "some tokens of one", "a beginning", "forks", "beams", "all of it")
+PIECES = ("one after each other", "a long one alone", "some tokens of one", "a beginning")
+GROUPS = ("forks", "forks and others", "beams", "long beams", "many beams")
+
+
+def forks(num_shared, starts, blocks, size):
+    """Of a state of so many tokens, whose whole blocks they share."""
+    shared = blocks.take(num_shared // size)
+    return sequences([(start, start + 1) for start in starts], blocks, size, shared)

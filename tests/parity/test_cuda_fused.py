@@ -1,17 +1,18 @@
-"""Attention of few rows in one kernel, on a device: against double precision, in a recording, and a whole engine on it."""
+"""Attention of few rows in one kernel with what lies before it, on a device: against double precision, in a recording, and a
+whole engine on it."""
 
 import pytest
 import torch
 
 from segue import BeamParams, Engine, Request, SamplingParams
 from segue.model.chat import ChatTemplate
-from segue.model.cuda.pieces import Kind, PieceKernel
+from segue.model.cuda.fused import GroupKernel, Kind, PieceKernel
 from segue.model.loading import LoadedModel
 from segue.model.spec import ModelSpec
 from segue.model.tiny import random_weights
 from segue.model.tokenizer import ByteTokenizer
 from segue.model.weights import Weights, fingerprint
-from tests.pieces import ALL, LLAMA, QWEN, SMOL, Blocks, Case, beams, rows_of
+from tests.fused import GROUPS, LLAMA, PIECES, QWEN, SMOL, Blocks, Case, beams, rows_of
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -26,14 +27,26 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_rows_see_what_they_are_to_see(kind, dtype):
     kernel = PieceKernel(kind, dtype, torch.device("cuda"))
-    for what in ALL:
+    for what in PIECES:
         case = Case(kind, rows_of(kind, what), dtype=dtype, device="cuda")
         for _ in range(3):
             assert case.is_right(kernel), what
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.has_groups], ids=str)
+def test_rows_that_begin_alike_see_what_they_are_to_see(kind, dtype):
+    kernel = GroupKernel(kind, dtype, torch.device("cuda"))
+    for what in GROUPS:
+        for spare in (0, 9, 40):  # fewer programs for each item
+            case = Case(kind, rows_of(kind, what), dtype=dtype, device="cuda", spare=spare)
+            if len(case.inputs.items):  # blocks may be larger than what forks share
+                for _ in range(3):
+                    assert case.is_right(kernel), what
     case = Case(kind, [beams(70, kind.group_rows + 3, 2, Blocks(160, 4), kind.size)], dtype=dtype, device="cuda")
     assert case.is_right(kernel)
 
@@ -73,8 +86,8 @@ def scores(engine):
 
 
 def test_an_engine_says_what_it_says_in_single_precision():
-    with open_engine("fp32") as wanted, open_engine("bf16", attention="fused") as fused:
-        assert "fused attention" in fused.backend_note
+    with open_engine("fp32") as wanted, open_engine("bf16") as fused:
+        assert fused.runner._steps.item_rows == 16
         assert scores(fused) == pytest.approx(scores(wanted), abs=0.1)
 
 
@@ -82,7 +95,7 @@ def test_the_same_again_and_again():
     """Recorded steps whose kernels begin early: no run differs from the one before."""
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     prompts = [[1 + (number * 5 + at) % 60 for at in range(300 + 20 * number)] for number in range(20)]
-    with open_engine("bf16", attention="fused") as engine:
+    with open_engine("bf16") as engine:
         found = []
         for _ in range(20):
             results = engine.generate(prompts, params, detokenize=False)

@@ -1,4 +1,5 @@
-"""Attention of few rows in one kernel, on an emulated device (`tests/cuda`), and that it compiles for a real one."""
+"""Attention of few rows in one kernel with what lies before it, on an emulated device (`tests/cuda`), and that it compiles for a
+real one."""
 
 from dataclasses import replace
 
@@ -7,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.model.cuda import driver, pieces
+from segue.model.cuda import driver, fused
+from segue.model.cuda.fused import Kind
 from segue.model.cuda.inputs import FEW
-from segue.model.cuda.pieces import Kind
 from segue.model.tiny import tiny_spec
-from tests.emulator import EmulatedPieceKernel, Emulator
-from tests.pieces import ALL, LLAMA, QWEN, SMOL, Blocks, Case, beams, rows_of, sequences
+from tests.emulator import EmulatedGroupKernel, EmulatedPieceKernel, Emulator
+from tests.fused import GROUPS, LLAMA, PIECES, QWEN, SMOL, Blocks, Case, beams, forks, rows_of, sequences
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +21,7 @@ def emulator(tmp_path_factory):
     return Emulator(tmp_path_factory)
 
 
-@pytest.mark.parametrize("what", ALL)
+@pytest.mark.parametrize("what", PIECES)
 def test_rows_see_what_they_are_to_see(what, emulator):
     """Whatever order threads and copies come in: output, what is new in the cache, and nothing else there."""
     case = Case(QWEN, rows_of(QWEN, what))
@@ -29,44 +30,72 @@ def test_rows_see_what_they_are_to_see(what, emulator):
         assert case.is_right(kernel)
 
 
+@pytest.mark.parametrize("what", GROUPS)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_rows_that_begin_alike_see_what_they_are_to_see(what, ranks, emulator):
+    case = Case(QWEN, rows_of(QWEN, what), spare=ranks % 3)
+    if fused.ranks_of(QWEN, 10**6, 4 if what in ("beams", "many beams") else 16, 132) > ranks:
+        pytest.skip("more programs are needed")
+    kernel = EmulatedGroupKernel(emulator, QWEN, case.dtype, ranks)
+    for kernel.seed in range(2):
+        assert case.is_right(kernel)
+
+
 @pytest.mark.parametrize("kind", [LLAMA, SMOL, Kind(2, 2, 64, 128, True)], ids=["llama", "smol", "large blocks"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_models(kind, dtype, emulator):
     kernel = EmulatedPieceKernel(emulator, kind, dtype, slots=9, seed=1)
-    for what in ("all of it", "some tokens of one"):
+    for what in ("one after each other", "some tokens of one"):
         assert Case(kind, rows_of(kind, what), dtype=dtype).is_right(kernel)
 
 
-def test_more_beams_than_a_piece_has_room_for(emulator):
-    case = Case(QWEN, [beams(70, QWEN.group_rows + 3, 2, Blocks(160, 4), QWEN.size)])
-    assert case.is_right(EmulatedPieceKernel(emulator, QWEN, case.dtype))
+@pytest.mark.parametrize("kind", [LLAMA, Kind(4, 2, 64, 128, True), Kind(8, 1, 128, 32, True)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_models_of_rows_that_begin_alike(kind, dtype, emulator):
+    kernel = EmulatedGroupKernel(emulator, kind, dtype, units=12, seed=1)
+    for what in ("beams", "long beams"):
+        assert Case(kind, rows_of(kind, what), dtype=dtype).is_right(kernel)
+    blocks = Blocks(160, 5)
+    case = Case(kind, forks(256, [256, 270, 300], blocks, kind.size), dtype=dtype)
+    assert len(case.inputs.items) and case.is_right(kernel)
 
 
 STARTS = st.one_of(st.just(0), st.integers(0, 130), st.integers(0, 600))
-PARTS = st.one_of(
-    st.tuples(st.just("sequence"), STARTS, st.one_of(st.just(1), st.integers(1, FEW))),
-    st.tuples(st.just("beams"), st.integers(1, 350), st.integers(1, 40), st.integers(1, 4)),
-    st.tuples(st.just("forks"), st.lists(st.integers(257, 380), min_size=2, max_size=7)),
-)
+SEQUENCES = st.tuples(STARTS, st.one_of(st.just(1), st.integers(1, FEW)))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
-    st.lists(PARTS, min_size=1, max_size=4), st.sampled_from([QWEN, SMOL]), st.integers(1, 12), st.integers(0, 2**30)
+    st.lists(SEQUENCES, min_size=1, max_size=4),
+    st.sampled_from([QWEN, SMOL]),
+    st.integers(1, 12),
+    st.integers(0, 2**30),
 )
-def test_any_step(emulator, parts, kind, slots, seed):
-    blocks, size, rows = Blocks(300, seed), kind.size, []
-    for what, *given_of in parts:
-        if what == "sequence":
-            start, count = given_of
-            rows += sequences([(start, start + count)], blocks, size)
-        elif what == "beams":
-            rows.append(beams(*given_of, blocks, size))
-        else:
-            shared = blocks.take(256 // size)
-            rows += sequences([(start, start + 1) for start in given_of[0]], blocks, size, shared)
+def test_any_step(emulator, spans, kind, slots, seed):
+    blocks = Blocks(300, seed)
+    rows = sequences([(start, start + count) for start, count in spans], blocks, kind.size)
     case = Case(kind, rows, num_blocks=300, seed=seed)
     assert case.is_right(EmulatedPieceKernel(emulator, kind, case.dtype, slots, seed))
+
+
+BEAMS = st.tuples(st.integers(1, 350), st.integers(1, 40), st.integers(1, 6))
+FORKS = st.lists(st.integers(257, 380), min_size=2, max_size=7)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.one_of(st.lists(BEAMS, min_size=1, max_size=3), st.lists(FORKS, min_size=1, max_size=2)),
+    st.sampled_from([QWEN, LLAMA]),
+    st.integers(1, 132),
+    st.integers(0, 2**30),
+)
+def test_any_step_of_rows_that_begin_alike(emulator, groups, kind, units, seed):
+    blocks, rows = Blocks(300, seed), []
+    for group in groups:
+        is_beams = isinstance(group, tuple)
+        rows += [beams(*group, blocks, kind.size)] if is_beams else forks(256, group, blocks, kind.size)
+    case = Case(kind, rows, num_blocks=300, seed=seed)
+    assert case.is_right(EmulatedGroupKernel(emulator, kind, case.dtype, units=units, seed=seed))
 
 
 FAULTS = {
@@ -138,11 +167,11 @@ def test_what_it_is_not_for_is_said(monkeypatch):
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     spec, device = replace(tiny_spec(), head_dim=64), torch.device("cuda")
-    assert pieces.why_not(spec, 16, torch.bfloat16, device) is None
-    assert "bf16 or fp16" in pieces.why_not(spec, 16, torch.float32, device)
-    assert "block_size" in pieces.why_not(spec, 48, torch.bfloat16, device)
-    assert "heads of" in pieces.why_not(tiny_spec(), 16, torch.bfloat16, device)
-    assert "see all" in pieces.why_not(replace(spec, windows=(None, 100, None)), 16, torch.bfloat16, device)
-    assert "query heads" in pieces.why_not(replace(spec, num_heads=66, num_kv_heads=2), 16, torch.bfloat16, device)
+    assert fused.why_not(spec, 16, torch.bfloat16, device) is None
+    assert "bf16 or fp16" in fused.why_not(spec, 16, torch.float32, device)
+    assert "block_size" in fused.why_not(spec, 48, torch.bfloat16, device)
+    assert "heads of" in fused.why_not(tiny_spec(), 16, torch.bfloat16, device)
+    assert "see all" in fused.why_not(replace(spec, windows=(None, 100, None)), 16, torch.bfloat16, device)
+    assert "query heads" in fused.why_not(replace(spec, num_heads=66, num_kv_heads=2), 16, torch.bfloat16, device)
     capability = (10, 0)
-    assert "compute capability" in pieces.why_not(spec, 16, torch.bfloat16, device)
+    assert "compute capability" in fused.why_not(spec, 16, torch.bfloat16, device)
