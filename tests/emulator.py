@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from segue.model.cuda import driver, pieces
+from segue.model.cuda import driver, pieces, tiles
 
 _FOLDER = Path(__file__).parent / "cuda"
 _FLAGS = [
@@ -68,3 +68,25 @@ class EmulatedPieceKernel:
         pointer, size = ctypes.c_void_p(product.data_ptr()), ctypes.c_size_t(product.nbytes)
         self.num_runs += 1
         return not self._library.run(ctypes.byref(step), self.slots * self.kind.kv_heads, self.seed, pointer, size)
+
+
+class EmulatedTileKernel:
+    """In place of `tiles.TileKernel`."""
+
+    def __init__(self, emulator, kind, dtype, seed=0, source=None):
+        self._library = emulator.build("tiles", kind.macros(dtype), source)
+        self.kind, self.seed, self.num_runs = kind, seed, 0
+
+    def attend(self, given, *, scale):
+        """Whether it came to its end. Queries, keys and values are no numbers until the kernel before has ended."""
+        written = given[:3]
+        given = given._replace(q=torch.full_like(given.q, torch.nan), k_cache=torch.full_like(given.k_cache, torch.nan),
+                               v_cache=torch.full_like(given.v_cache, torch.nan))  # fmt: skip
+        boxes = tiles.query_boxes(given.q), pieces.kv_boxes(given.k_cache), pieces.kv_boxes(given.v_cache)
+        step = tiles.describe(given, *map(tensor_map, boxes), scale=scale)
+        assert ctypes.sizeof(step) == self._library.size_of_step()
+        pointers = (ctypes.c_void_p * 3)(*(each.data_ptr() for each in written))
+        sizes = (ctypes.c_size_t * 3)(*(each.nbytes for each in written))
+        self.num_runs += 1
+        programs = len(given.tiles) * self.kind.heads
+        return not self._library.run(ctypes.byref(step), programs, self.seed, pointers, sizes)

@@ -302,10 +302,11 @@ def _backend(
                 exact=options.exact,
                 kv_dtype=kv_dtype,
                 piece_kernel=piece_kernel,
+                block_size=options.block_size,
             )
             how = [dtype, *(["fp8 KV"] if kv_dtype else []), *(["exact"] if options.exact else [])]
             how += ["fused attention of few rows"] if piece_kernel is not None else []
-            how += [f"few rows by a library ({backend_here.missing})"] if backend_here.missing else []
+            how += [f"no kernels in C++ ({backend_here.missing})"] if backend_here.missing else []
             return backend_here, f"Triton kernels on {device}, {', '.join(how)}"
         reason = missing
     if options.attention == "fused":

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from segue.model.backend import Layer
 from segue.model.batch import Batch
-from segue.model.cuda import attention, kernels, pieces, products
+from segue.model.cuda import attention, kernels, pieces, products, tiles
 from segue.model.cuda.driver import CompilerMissing
 from segue.model.cuda.pieces import PieceKernel
 from segue.model.cuda.products import Products
+from segue.model.cuda.tiles import TileKernel
 from segue.model.spec import ModelSpec
 from segue.model.torch_backend import TorchBackend
 
@@ -75,8 +76,10 @@ class CudaBackend(TorchBackend):
         exact: bool = False,
         kv_dtype: torch.dtype | None = None,
         piece_kernel: PieceKernel | None = None,
+        block_size: int | None = None,
     ) -> None:
-        """`piece_kernel`: what does attention in steps without tiles; by Triton's kernels if there is none."""
+        """`piece_kernel`: what does attention in steps without tiles; by Triton's kernels if there is none. Tiles are by a kernel
+        that is made for blocks of `block_size`, where it can be; by Triton's if that is not said."""
         super().__init__(spec, dtype, device, max_len)
         self.exact = exact
         self.kv_dtype = kv_dtype or dtype
@@ -88,9 +91,14 @@ class CudaBackend(TorchBackend):
         units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self._programs = max(2 * units // spec.num_kv_heads, 1)
         self._products: Products | None = None
-        self.missing: str | None = None  # why products of few rows are a library's, where they need not be
+        self._tile_kernel: TileKernel | None = None
+        self.missing: str | None = (
+            None  # why products of few rows are a library's and tiles Triton's, where they need not be
+        )
         try:
             self._products = products.products_for(spec, dtype, device) if not exact else None
+            if block_size is not None and not exact and self.kv_dtype == dtype:
+                self._tile_kernel = tiles.kernel_for(spec, block_size, dtype, device)
         except CompilerMissing as error:
             self.missing = str(error)
 
@@ -235,7 +243,9 @@ class CudaBackend(TorchBackend):
                 programs=self._programs,
                 merges=not step.merged_rows,
             )
-        if step.tiles is not None:
+        if step.tiles is not None and self._tile_kernel is not None:
+            self._tile_kernel.attend(tiles.Given(q, k_cache, v_cache, step.tables, *step.tiles, out), scale=scale)
+        elif step.tiles is not None:
             attention.attend_tiles(
                 q, k_cache, v_cache, step.tables, *step.tiles, out, scale=scale, window=window, rows=self.tile_rows
             )
