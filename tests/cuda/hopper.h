@@ -341,6 +341,9 @@ inline float exchanged(float value, int distance, int number, int count) {
     return found;
 }
 inline float from_lane(float value, int distance) { return exchanged(value, distance, 100 + my_thread() / 32, 32); }
+inline int from_first_lane(int value) {
+    return std::bit_cast<int>(exchanged(std::bit_cast<float>(value), my_thread() % 32, 100 + my_thread() / 32, 32));
+}
 inline float from_neighbour(float value, int distance) { return exchanged(value, distance, 1000 + my_thread() / 4, 4); }
 inline void meet_threads(int name, int count) { device::meet(device::block().meetings[name], count); }
 inline void arrive_threads(int name, int count) { device::arrive_at(device::block().meetings[name], count); }

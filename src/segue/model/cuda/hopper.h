@@ -113,6 +113,7 @@ DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_depend
 DEVICE void meet_warp() { __syncwarp(); }
 DEVICE void meet_threads(int name, int count) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(count) : "memory"); }
 DEVICE float from_lane(float value, int distance) { return __shfl_xor_sync(0xffffffff, value, distance); }
+DEVICE int from_first_lane(int value) { return __shfl_sync(0xffffffff, value, 0); }
 DEVICE float from_neighbour(float value, int distance) {  // where not all of a warp come, but all of four lanes
     return __shfl_xor_sync(0xfu << (threadIdx.x & 28), value, distance);
 }

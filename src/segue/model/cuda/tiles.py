@@ -19,6 +19,7 @@ from segue.model.spec import ModelSpec
 ROWS = 128  # of a tile, at most; tokens at once
 THREADS = 384
 _ALL_BYTES = 227 * 1024
+_AHEAD = 2  # tiles of queries
 _MOST_STAGES = 4
 _LOG2E = 1.4426950408889634
 
@@ -30,10 +31,10 @@ class Step(ctypes.Structure):
         ("queries", TensorMap),
         ("keys", TensorMap),
         ("values", TensorMap),
-        *((name, c_void_p) for name in ("out", "tables", "tiles", "num_tiles")),
+        *((name, c_void_p) for name in ("out", "tables", "tiles", "num_tiles", "taken")),
         ("scale", c_float),
         ("table_stride", c_int),
-        ("padding", c_int * 6),
+        ("padding", c_int * 4),
     )
 
 
@@ -51,12 +52,16 @@ class Kind(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Chunks of keys and values that there is room for, beside a tile of queries."""
-        return min((_ALL_BYTES - self._tile_bytes - 8) // (2 * self._tile_bytes + 32), _MOST_STAGES)
+        """Chunks of keys and values that there is room for, beside queries."""
+        return min((_ALL_BYTES - self._query_bytes) // (2 * self._tile_bytes + 32), _MOST_STAGES)
+
+    @property
+    def _query_bytes(self) -> int:
+        return _AHEAD * (self._tile_bytes + 32)
 
     @property
     def shared_bytes(self) -> int:
-        return self._tile_bytes + self.stages * (2 * self._tile_bytes + 32) + 8
+        return self._query_bytes + self.stages * (2 * self._tile_bytes + 32)
 
     def macros(self, dtype: torch.dtype) -> dict[str, int]:
         of_kind = {"HEADS": self.heads, "KV_HEADS": self.kv_heads, "DIM": self.dim, "SIZE": self.size}
@@ -81,9 +86,10 @@ def query_boxes(q: Tensor) -> Boxes:
     return Boxes(q.data_ptr(), (dim, heads, rows), (2 * dim, 2 * heads * dim), (64, 1, ROWS))
 
 
-def describe(given: Given, queries: Any, keys: Any, values: Any, *, scale: float) -> Step:
+def describe(given: Given, taken: Tensor, queries: Any, keys: Any, values: Any, *, scale: float) -> Step:
+    """`taken`: one number, zero before and after."""
     assert all(each.is_contiguous() for each in given)
-    pointers = (each.data_ptr() for each in (given.out, given.tables, given.tiles, given.num_tiles))
+    pointers = (each.data_ptr() for each in (given.out, given.tables, given.tiles, given.num_tiles, taken))
     return Step(queries, keys, values, *pointers, scale * _LOG2E, given.tables.stride(0))
 
 
@@ -92,13 +98,15 @@ class TileKernel:
 
     def __init__(self, kind: Kind, dtype: torch.dtype, device: torch.device) -> None:
         self.kind = kind
+        self._units = torch.cuda.get_device_properties(device).multi_processor_count
+        self._taken = torch.zeros(1, dtype=torch.int32, device=device)
         self._kernel = _kernel(kind, dtype, device)
         self._encode = lru_cache(maxsize=4096)(lambda boxes: driver.tensor_map(boxes, dtype))
 
     def attend(self, given: Given, *, scale: float) -> None:
         boxes = query_boxes(given.q), kv_boxes(given.k_cache), kv_boxes(given.v_cache)
-        step = describe(given, *map(self._encode, boxes), scale=scale)
-        self._kernel.launch(step, len(given.tiles) * self.kind.heads, self.kind.shared_bytes)
+        step = describe(given, self._taken, *map(self._encode, boxes), scale=scale)
+        self._kernel.launch(step, min(self._units, len(given.tiles) * self.kind.heads), self.kind.shared_bytes)
 
 
 def kernel_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> TileKernel | None:
