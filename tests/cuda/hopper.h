@@ -321,6 +321,7 @@ inline int add_one(int* count) {
     device::must_have_waited();
     return (*count)++;
 }
+inline int take_one(int* count) { return add_one(count); }
 inline void clear(int* count) { *count = 0; }
 inline void wait_for_kernel_before() {
     device::wait_until([] { return device::kernel_before_ended; });

@@ -101,6 +101,11 @@ DEVICE int add_one(int* count) {  // what it was before
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
     return before;
 }
+DEVICE int take_one(int* count) {  // the same, but that it says nothing of what else was written
+    int before;
+    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+    return before;
+}
 DEVICE void clear(int* count) { *count = 0; }
 
 // Kernels that begin early

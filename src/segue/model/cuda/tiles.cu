@@ -152,8 +152,8 @@ DEVICE void bring_all(const Step& step, const Shared& here) {
         wait_for_kernel_before();
         int before = 0;
         if (is_first_lane) {
-            before = add_one(step.taken);
             bring_queries(step, here, tile, ahead);
+            before = take_one(step.taken);
         }
         for (int chunk = 0; chunk < tile.num_chunks; chunk++, turn.next()) {
             box.bring(here.keys, &step.keys, turn);
