@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from segue.model.cuda import driver, fused
+from segue.model.cuda import driver, fused, tiles
 
 _FOLDER = Path(__file__).parent / "cuda"
 _FLAGS = [
@@ -105,3 +105,27 @@ class EmulatedGroupKernel(_Emulated):
         ranks = self.ranks or fused.ranks_of(self.kind, alike.room, alike.each, self.units)
         stages, programs = fused.group_layout(self.kind).stages, alike.room * self.kind.kv_heads * ranks
         return self._run("groups", stages, ranks, given, describe, programs)
+
+
+class EmulatedTileKernel:
+    """In place of `tiles.TileKernel`: so many programs, in an order that `seed` draws."""
+
+    def __init__(self, emulator, kind, dtype, programs=3, seed=0, source=None):
+        self._library = emulator.build("tiles", kind.macros(dtype), source)
+        self.kind, self.programs, self.seed, self.num_runs = kind, programs, seed, 0
+
+    def attend(self, given, *, scale):
+        """Whether it came to its end. Queries, keys and values are no numbers until the kernel before has ended."""
+        written = given[:3]
+        given = given._replace(q=torch.full_like(given.q, torch.nan), k_cache=torch.full_like(given.k_cache, torch.nan),
+                               v_cache=torch.full_like(given.v_cache, torch.nan))  # fmt: skip
+        boxes = tiles.query_boxes(given.q), *(fused.kv_boxes(each, fused.CHUNK) for each in given[1:3])
+        taken = torch.zeros(1, dtype=torch.int32)
+        step = tiles.describe(given, taken, *map(tensor_map, boxes), scale=scale)
+        assert ctypes.sizeof(step) == self._library.size_of_step()
+        pointers = (ctypes.c_void_p * 3)(*(each.data_ptr() for each in written))
+        sizes = (ctypes.c_size_t * 3)(*(each.nbytes for each in written))
+        self.num_runs += 1
+        programs = min(self.programs, len(given.tiles) * self.kind.heads)
+        failed = self._library.run(ctypes.byref(step), programs, self.seed, pointers, sizes)
+        return not failed and not taken.any()

@@ -252,6 +252,11 @@ inline int my_program() { return device::me->block; }
 inline int num_programs() { return int(device::blocks.size()); }
 inline u32 my_rank() { return device::me->block % device::ranks; }
 
+template <int COUNT>
+inline void keep_registers() {}
+template <int COUNT>
+inline void take_registers() {}
+
 // Memory
 
 inline u32 shared_begin() { return 0; }
@@ -319,6 +324,7 @@ inline int add_one(int* count) {
     device::must_have_waited();
     return (*count)++;
 }
+inline int take_one(int* count) { return add_one(count); }
 inline void clear(int* count) { *count = 0; }
 inline void wait_for_kernel_before() {
     device::wait_until([] { return device::kernel_before_ended; });
@@ -378,6 +384,11 @@ inline void copy_tokens(u32 to, const TensorMap* map, int column, int line, u32 
     device::copy_box(to, *map, {u64(column), u64(line)}, barrier);
 }
 
+inline void copy_head(u32 to, const TensorMap* map, int column, int head, int row, u32 barrier) {
+    device::must_have_waited();
+    device::copy_box(to, *map, {u64(column), u64(head), u64(row)}, barrier);
+}
+
 inline void send(u32 to, std::vector<float> values, u32 barrier) {
     device::Block& there = device::block_at(to);
     device::Barrier& counts = barrier_at(barrier);
@@ -429,6 +440,12 @@ inline void multiply_add(float (&sums)[N / 2], u64 columns, u64 rows) {
         }
     });
 }
+inline void multiply(float (&sums)[64], u64 columns, u64 rows) {
+    device::me->products.push_back([&sums] { std::fill(sums, sums + 64, 0.0f); });
+    multiply_add<128>(sums, columns, rows);
+}
+template <class T, int N>
+inline void keep_order(T (&)[N]) {}
 inline void multiply_add_held(float (&sums)[32], const u32* left, u64 right) {
     device::Block& here = device::block();
     device::Fiber* const me = device::me;

@@ -26,6 +26,7 @@ from segue.policies import Policy
 
 if TYPE_CHECKING:
     from segue.model.cuda.fused import Fused
+    from segue.model.cuda.tiles import TileKernel
 
 DType = Literal["auto", "fp32", "bf16", "fp16"]
 _COUNTS = ("num_blocks", "block_size", "max_model_len", "max_step_tokens", "max_running", "threads")
@@ -291,7 +292,7 @@ def _backend(
                     f"kv_dtype=fp8 needs a device of compute capability 8.9 or more; {device} has less"
                 )
             kv_dtype = torch.float8_e4m3fn if options.kv_dtype == "fp8" else None
-            fused, fused_note = _fused(options, loaded.spec, _TORCH_DTYPES[dtype], device)
+            fused, tile_kernel, attention_note = _attention(options, loaded.spec, _TORCH_DTYPES[dtype], device)
             backend_here = CudaBackend(
                 loaded.spec,
                 _TORCH_DTYPES[dtype],
@@ -300,9 +301,9 @@ def _backend(
                 exact=options.exact,
                 kv_dtype=kv_dtype,
                 fused=fused,
+                tile_kernel=tile_kernel,
             )
-            how = [dtype, *(["fp8 KV"] if kv_dtype else []), *(["exact"] if options.exact else [])]
-            how += fused_note
+            how = [dtype, *(["fp8 KV"] if kv_dtype else []), *(["exact"] if options.exact else []), *attention_note]
             how += [f"few rows by a library ({backend_here.missing})"] if backend_here.missing else []
             return backend_here, f"Triton kernels on {device}, {', '.join(how)}"
         reason = missing
@@ -316,18 +317,17 @@ def _backend(
     return TorchBackend(loaded.spec, _TORCH_DTYPES[dtype], device, max_len), note
 
 
-def _fused(
+def _attention(
     options: ModelOptions, spec: ModelSpec, dtype: torch.dtype, device: torch.device
-) -> tuple[Fused | None, list[str]]:
-    """Attention of few rows with what lies before it, where there are kernels for that; and a note if there should be."""
+) -> tuple[Fused | None, TileKernel | None, list[str]]:
+    """Of few rows with what lies before it, and of prompts, where there are kernels for that; and a note if there should be."""
     if options.attention == "triton" or options.exact or options.kv_dtype != "auto":
-        return None, []
-    from segue.model.cuda import fused
+        return None, None, []
+    from segue.model.cuda import fused, tiles
     from segue.model.cuda.driver import CompilerMissing
 
-    if fused.why_not(spec, options.block_size, dtype, device) is not None:
-        return None, []
     try:
-        return fused.fused_for(fused.kind_of(spec, options.block_size), dtype, device), []
+        of_few = fused.kernels_for(spec, options.block_size, dtype, device)
+        return of_few, tiles.kernel_for(spec, options.block_size, dtype, device), []
     except CompilerMissing as error:
-        return None, [f"attention by Triton ({error})"]
+        return None, None, [f"attention by Triton ({error})"]

@@ -32,7 +32,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, name):
         Engine("tiny", device=name)
 
 
-@pytest.mark.parametrize("option", [{"exact": True}, {"kv_dtype": "fp8"}, {"attention": "fused"}], ids=str)
+@pytest.mark.parametrize("option", [{"exact": True}, {"kv_dtype": "fp8"}, {"attention": "triton"}], ids=str)
 def test_what_only_our_kernels_can_do_is_refused_without_them(one_device, option):
     from segue.base.config import Environment
     from segue.model.loading import open_model
@@ -59,25 +59,22 @@ def test_eight_bit_kv_needs_a_device_that_has_it(one_device):
         )
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"exact": True}, "neither exact nor kv_dtype"),
-        ({"kv_dtype": "fp8"}, "neither exact nor kv_dtype"),
-        ({}, "heads of 64 or 128"),
-    ],
-)
-def test_fused_attention_says_what_it_is_not_for(one_device, monkeypatch, options, said):
+def test_kernels_that_do_not_compile_are_done_without_and_it_says_so(one_device, monkeypatch):
     pytest.importorskip("triton")
-    from segue.base.config import Environment
-    from segue.model.loading import open_model
+    from segue.model.cuda import fused
+    from segue.model.cuda.driver import CompilerMissing
+    from segue.model.tiny import tiny_spec
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    environment = Environment.read()
-    loaded = open_model("tiny", environment.cache_dir)
-    chosen = engine_module.ModelOptions(attention="fused", **options)
-    with pytest.raises(UnsupportedModel, match=said):
-        engine_module._backend(chosen, loaded, torch.device("cuda"), 64, environment)
+    def missing(*_):
+        raise CompilerMissing("no NVRTC")
+
+    monkeypatch.setattr(fused, "kernels_for", missing)
+    device, options = torch.device("cuda"), engine_module.ModelOptions()
+    said = engine_module._attention(options, tiny_spec(), torch.bfloat16, device)
+    assert said == (None, None, ["attention by Triton (no NVRTC)"])
+    for other in ({"attention": "triton"}, {"exact": True}, {"kv_dtype": "fp8"}):
+        chosen = engine_module.ModelOptions(**other)
+        assert engine_module._attention(chosen, tiny_spec(), torch.bfloat16, device) == (None, None, [])
 
 
 def test_kv_in_eight_bits_is_not_made_smaller_once_more():

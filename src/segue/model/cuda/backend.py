@@ -11,10 +11,11 @@ from torch import Tensor
 
 from segue.model.backend import Layer
 from segue.model.batch import Batch
-from segue.model.cuda import attention, kernels, products
+from segue.model.cuda import attention, kernels, products, tiles
 from segue.model.cuda.driver import CompilerMissing
 from segue.model.cuda.fused import Alike, Fused, Given, Own
 from segue.model.cuda.products import Products
+from segue.model.cuda.tiles import TileKernel
 from segue.model.spec import ModelSpec
 from segue.model.torch_backend import TorchBackend
 
@@ -83,13 +84,14 @@ class CudaBackend(TorchBackend):
         exact: bool = False,
         kv_dtype: torch.dtype | None = None,
         fused: Fused | None = None,
+        tile_kernel: TileKernel | None = None,
     ) -> None:
-        """`fused`: what does attention where it can; all else is by Triton's kernels."""
+        """`fused` and `tile_kernel`: what do attention where they can; all else is by Triton's kernels."""
         super().__init__(spec, dtype, device, max_len)
         self.exact = exact
         self.kv_dtype = kv_dtype or dtype
         self.few_logits: Tensor | None = None  # where those of up to FEW_ROWS rows are, once there were any
-        self._fused = fused
+        self._fused, self._tile_kernel = fused, tile_kernel
         self.group_rows = max(_MOST_LANES // (spec.num_heads // spec.num_kv_heads), 1)
         self.item_rows = fused.groups.kind.group_rows if fused is not None and fused.groups is not None else 0
         self.tile_rows = 32 if dtype == torch.float32 else 64 if exact or spec.head_dim > 128 else 128
@@ -212,7 +214,9 @@ class CudaBackend(TorchBackend):
                 programs=self._programs,
                 merges=not step.merged_rows,
             )
-        if step.tiles is not None:
+        if step.tiles is not None and self._tile_kernel is not None:
+            self._tile_kernel.attend(tiles.Given(q, k_cache, v_cache, step.tables, *step.tiles, out), scale=scale)
+        elif step.tiles is not None:
             attention.attend_tiles(
                 q, k_cache, v_cache, step.tables, *step.tiles, out, scale=scale, window=window, rows=self.tile_rows
             )

@@ -241,8 +241,12 @@ class Fused(NamedTuple):
     groups: GroupKernel | None
 
 
-def fused_for(kind: Kind, dtype: torch.dtype, device: torch.device) -> Fused:
-    """`CompilerMissing` if nothing here compiles or loads them."""
+def kernels_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> Fused | None:
+    """None if they are not for such a model, blocks or device. `CompilerMissing` if they are, but nothing here compiles or loads
+    them."""
+    if device.type != "cuda" or why_not(spec, block_size, dtype, device) is not None:
+        return None
+    kind = kind_of(spec, block_size)
     return Fused(PieceKernel(kind, dtype, device), GroupKernel(kind, dtype, device) if kind.has_groups else None)
 
 

@@ -29,6 +29,17 @@ DEVICE u32 my_rank() {  // in my cluster
     return rank;
 }
 
+// Registers, that warpgroups begin with equally many of: each of its threads gives some away, or waits for others to
+
+template <int COUNT>
+DEVICE void keep_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+DEVICE void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
 // Shared memory
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -94,6 +105,11 @@ DEVICE void load_two_new(float* two, const float* from) {
 DEVICE int add_one(int* count) {  // what it was before
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+    return before;
+}
+DEVICE int take_one(int* count) {  // the same, but that it says nothing of what else was written
+    int before;
+    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
     return before;
 }
 DEVICE void clear(int* count) { *count = 0; }
@@ -165,6 +181,13 @@ DEVICE void copy_tokens(u32 to, const TensorMap* map, int column, int line, u32 
         : "memory");
 }
 
+DEVICE void copy_head(u32 to, const TensorMap* map, int column, int head, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(column), "r"(head), "r"(row)
+        : "memory");
+}
+
 DEVICE void send_four(u32 to_of_rank, const float* values, u32 barrier_of_rank) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to_of_rank),
                  "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier_of_rank)
@@ -231,6 +254,43 @@ DEVICE void multiply_add<64>(float (&d)[32], u64 a, u64 b) {
                    "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
                    "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
                  : "l"(a), "l"(b));
+}
+
+// The same with 128 rows, whose sums are 64 numbers of a thread
+
+#define EIGHT(HOW, d, at) \
+    HOW(d[at]), HOW(d[at + 1]), HOW(d[at + 2]), HOW(d[at + 3]), HOW(d[at + 4]), HOW(d[at + 5]), HOW(d[at + 6]), HOW(d[at + 7])
+#define SIXTY_FOUR(HOW, d) \
+    EIGHT(HOW, d, 0), EIGHT(HOW, d, 8), EIGHT(HOW, d, 16), EIGHT(HOW, d, 24), EIGHT(HOW, d, 32), EIGHT(HOW, d, 40), EIGHT(HOW, d, 48), \
+        EIGHT(HOW, d, 56)
+#define CHANGED(value) "+f"(value)
+#define MADE(value) "=f"(value)
+#define SIXTY_FOUR_NAMES \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
+    "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
+    "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+template <>
+DEVICE void multiply_add<128>(float (&d)[64], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " " SIXTY_FOUR_NAMES ", %64, %65, 1, 1, 1, 0, 0;"
+                 : SIXTY_FOUR(CHANGED, d)
+                 : "l"(a), "l"(b));
+}
+DEVICE void multiply(float (&d)[64], u64 a, u64 b) {  // whatever the sums were
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " " SIXTY_FOUR_NAMES ", %64, %65, 0, 1, 1, 0, 0;"
+                 : SIXTY_FOUR(MADE, d)
+                 : "l"(a), "l"(b));
+}
+
+// They are worked out before what follows, and nobody looks at them before that: a compiler does not know what waits are for.
+template <int N>
+DEVICE void keep_order(float (&values)[N]) {
+#pragma unroll
+    for (int at = 0; at < N; at++) asm volatile("" : "+f"(values[at])::"memory");
+}
+template <int N>
+DEVICE void keep_order(u32 (&values)[N]) {
+#pragma unroll
+    for (int at = 0; at < N; at++) asm volatile("" : "+r"(values[at])::"memory");
 }
 
 // 64 rows that each thread has two of, four words for 16 of their depth, times 64 columns: numbers of a line; lines are the depth
