@@ -106,39 +106,97 @@ FAULTS = {
         "#pragma unroll",
         "some tokens of one",
     ),
-    "ends before its turn": ("    }\n    wait_for_kernel_before();\n}", "    }\n}", "beams", 16),
+    "ends before its turn": ("    }\n    wait_for_kernel_before();\n}", "    }\n}", "a long one alone", 16),
     "the next piece's queries over this one's": (
         "meet_threads(2, WORKERS);  // the next piece",
         "// the next piece",
-        "beams",
+        "a beginning",
         1,
     ),
     "products that may not see queries": (") fence_products(), meet", ") meet", "some tokens of one"),
-    "queries of which some come later": ("fence_products(), meet_threads(2, WORKERS);", "fence_products();", "forks"),
+    "queries of which some come later": (
+        "fence_products(), meet_threads(2, WORKERS);",
+        "fence_products();",
+        "a beginning",
+    ),
     "new tokens that may not be seen": (
         "if (chunk == 0 || is_mended) fence",
         "if (chunk == 0) fence",
         "one after each other",
     ),
-    "others' angles": ("if (round > 0) turning.load", "if (round > 9) turning.load", "forks"),
+    "others' angles": ("if (round > 0) ask(", "if (round > 9) ask(", "a beginning"),
     "sums that are put together before all are there": (
         "    meet_threads(2, WORKERS);\n    if (kept",
         "    if (kept",
         "one after each other",
     ),
     "a product's sums before it has ended": (
-        "products_wait<0>();\n    const int column",
-        "const int column",
+        "products_wait<0>();\n    float peak",
+        "float peak",
         "a long one alone",
     ),
 }
+
+
+GROUP_FAULTS = {
+    "copies over what is read": ("wait_for(here.empty + 8 * stage, (chunk / STAGES & 1) ^ 1)", "", "long beams"),
+    "reads what has not come": ("wait_for(here.full + 8 * stage, chunk / STAGES & 1);", "", "long beams"),
+    "mends what has not come": (
+        "        wait_for(here.full + 8 * chunk, 0);\n        clear",
+        "        clear",
+        "forks and others",
+    ),
+    "keys of rows that are not written yet": (
+        "    wait_for_kernel_before();\n#pragma unroll",
+        "#pragma unroll",
+        "forks",
+    ),
+    "new keys that products may not see": (
+        "    fence_products();\n    arrive_threads",
+        "    arrive_threads",
+        "forks",
+    ),
+    "sums over what others still look at": (
+        "    arrive_at_cluster();\n    wait_for_cluster();  // so nobody",
+        "    //",
+        "long beams",
+    ),
+    "sums that are read before they have come": ("    wait_for_ranks(here.sent, 0);\n", "", "beams"),
+    "a row sees what is another one's": (
+        "if (view.row_of(box, line) != own_row[which]) return 0;",
+        "",
+        "beams",
+    ),
+    "nobody's values": ("        clear_nobodys(view, here, chunk);\n    }\n    wait", "    }\n    wait", "beams"),
+}
+
+
+def whole(name):
+    """With what it has in common with others."""
+    source, header = ((driver.SOURCES / each).read_text() for each in (name, "attention.h"))
+    return source.replace("#include <attention.h>", header.replace("#pragma once", ""))
+
+
+@pytest.mark.parametrize("fault", GROUP_FAULTS)
+def test_the_emulator_notices_in_groups(fault, emulator):
+    line, instead, what = GROUP_FAULTS[fault]
+    source = whole("groups.cu")
+    assert source.count(line) == 1
+    case = Case(QWEN, rows_of(QWEN, what))
+    kernel = EmulatedGroupKernel(emulator, QWEN, case.dtype, units=4, source=source.replace(line, instead))
+    results = []
+    for kernel.seed in range(12):
+        results.append(case.is_right(kernel))
+        if not results[-1]:
+            break
+    assert not all(results)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_emulator_notices(fault, emulator):
     """A wait that is left out shows as a wrong number, or as an end that never comes."""
     line, instead, what, *slots = FAULTS[fault]
-    source = (driver.SOURCES / "pieces.cu").read_text()
+    source = whole("pieces.cu")
     assert source.count(line) == 1
     case = Case(QWEN, rows_of(QWEN, what))
     kernel = EmulatedPieceKernel(emulator, QWEN, case.dtype, *(slots or [2]), source=source.replace(line, instead))
@@ -152,15 +210,28 @@ def test_the_emulator_notices(fault, emulator):
 
 @pytest.mark.parametrize("kind", [QWEN, LLAMA, SMOL, Kind(16, 8, 128, 128, True)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_it_compiles_without_a_device(kind, dtype):
+def test_they_compile_without_a_device(kind, dtype):
     """For an H100 or H200."""
-    assert driver.compile_cuda("pieces.cu", "sm_90a", kind.macros(dtype)).startswith(b"\x7fELF")
+
+    def compiled(name, stages, ranks):
+        return driver.compile_cuda(name, "sm_90a", kind.macros(dtype) | {"STAGES": stages, "RANKS": ranks})
+
+    assert compiled("pieces.cu", fused.piece_layout(kind).stages, 1).startswith(b"\x7fELF")
+    for ranks in fused.RANKS if kind.has_groups else ():
+        assert compiled("groups.cu", fused.group_layout(kind).stages, ranks).startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_two_programs_fit_on_a_multiprocessor(dim):
     kind = Kind(8, 2, dim, 16, False)
-    assert kind.stages >= 3 and kind.shared_bytes <= 113 * 1024
+    for layout in (fused.piece_layout(kind), fused.group_layout(kind)):
+        assert layout.stages >= 3 and layout.shared_bytes <= 113 * 1024
+
+
+def test_many_items_have_few_programs_each_but_enough_for_what_is_new():
+    kind = Kind(16, 8, 128, 16, True)
+    assert [fused.ranks_of(kind, room, 4, 132) for room in (1, 4, 8, 16, 64)] == [8, 8, 4, 2, 2]
+    assert [fused.ranks_of(kind, room, 16, 132) for room in (1, 4, 8, 16, 64)] == [8, 8, 4, 4, 4]
 
 
 def test_what_it_is_not_for_is_said(monkeypatch):

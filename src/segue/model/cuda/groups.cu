@@ -18,6 +18,7 @@
 
 constexpr int BOX = 16, BOXES = CHUNK / BOX;                    // of a chunk
 constexpr int LINES = LANES / RANKS, OWN_ROWS = LINES / GROUP;  // that a program finishes
+constexpr int MOST_AHEAD = 16;                                    // chunks that are asked for before the kernel's turn
 constexpr int LINE_BYTES = DIM * 4, PEAK_BYTES = 8;
 static_assert(GROUP % 2 == 0 && LINES % GROUP == 0);
 
@@ -158,29 +159,52 @@ DEVICE const u16* of_product(const Step& step, int row, int head, int part) {
 // New keys and values: of each row that this program finishes both, by four lanes of the copying warp each. They go to the cache, and
 // to their places among what the program sees: these are in the first stages, and what else is there has come.
 DEVICE void put_new(const View& view, const Shared& here) {
-    constexpr int AT_ONCE = 32 / FOUR;
+    constexpr int AT_ONCE = 32 / FOUR, ROUNDS = (2 * OWN_ROWS + AT_ONCE - 1) / AT_ONCE;  // of keys and values; AT_ONCE is even
     const Step& step = view.step;
     const int part = my_thread() % FOUR, first = my_thread() % 32 / FOUR;
+    const bool is_value = first % 2;
+    int slots[ROUNDS], lines[ROUNDS];
     Angles angles;
-    Head norm;
+    Head norm, heads[ROUNDS];
 #pragma unroll
-    for (int number = first; number < 2 * OWN_ROWS; number += AT_ONCE) {
-        const int own = number / 2, at = view.first_own + own, row = view.first_row + at;
-        const bool is_value = number % 2;
-        if (at >= view.num_rows) continue;
-        const int slot = step.slots[row], line = (own << step.shift) + view.in_turn(view.count(own) - 1);
+    for (int round = 0; round < ROUNDS; round++) {
+        const int own = (round * AT_ONCE + first) / 2, row = view.first_row + view.first_own + own;
+        lines[round] = -1;  // of nobody
+        if (own >= OWN_ROWS || view.first_own + own >= view.num_rows) continue;
+        slots[round] = step.slots[row], lines[round] = (own << step.shift) + view.in_turn(view.count(own) - 1);
+        wait_for(here.full + 8 * (lines[round] / CHUNK), 0);
+    }
+    const auto ask = [&](int row) { angles.load(step.cosines, step.sines, step.positions[row], part); };
+    if (HAS_NORM) norm.load(step.k_norm + part * PART);
+    if (!is_value && lines[0] >= 0) ask(view.first_row + view.first_own + first / 2);
+    wait_for_kernel_before();
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++) {
+        const int row = view.first_row + view.first_own + (round * AT_ONCE + first) / 2;
+        if (lines[round] >= 0) heads[round].load(of_product(step, row, HEADS + is_value * KV_HEADS + view.kv_head, part));
+    }
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++) {
+        const int row = view.first_row + view.first_own + (round * AT_ONCE + first) / 2, line = lines[round], slot = slots[round];
+        if (line < 0) continue;
         if (!is_value) {
-            angles.load(step.cosines, step.sines, step.positions[row], part);
-            if (HAS_NORM) norm.load(step.k_norm + part * PART);
+            if (round > 0) ask(row);
+            turn(heads[round], angles, norm, step.eps);
         }
-        wait_for(here.full + 8 * (line / CHUNK), 0);
-        wait_for_kernel_before();
-        Head head;
-        head.load(of_product(step, row, HEADS + is_value * KV_HEADS + view.kv_head, part));
-        if (!is_value) turn(head, angles, norm, step.eps);
-        head.keep(is_value ? here.values(line / CHUNK) : here.keys(line / CHUNK), line % CHUNK, part);
+        heads[round].keep(is_value ? here.values(line / CHUNK) : here.keys(line / CHUNK), line % CHUNK, part);
         u16* cache = is_value ? step.v_cache : step.k_cache;
-        head.store(cache + u64(line_of(slot / SIZE, slot % SIZE, view.kv_head)) * DIM + part * PART);
+        heads[round].store(cache + u64(line_of(slot / SIZE, slot % SIZE, view.kv_head)) * DIM + part * PART);
+    }
+}
+
+// What there is no stage for yet comes as far as the second cache.
+DEVICE void ask_ahead(const View& view, int chunk, int own_count) {
+    const int line = my_thread() % 16;
+    const bool is_value = my_thread() % 32 / 16;
+#pragma unroll
+    for (int at = 0; at < BOXES; at++) {
+        const Source source = source_of(view, chunk * BOXES + at, own_count);
+        if (source.is_there && source.is_whole) prefetch_tokens(is_value ? &view.step.values : &view.step.keys, 64 * line, int(source.line));
     }
 }
 
@@ -188,6 +212,7 @@ DEVICE void bring_all(const View& view, const Shared& here) {
     const int lane = my_thread() % 32, own_count = lane < OWN_ROWS ? view.count(lane) : 0;
     int chunk = 0;
     for (; chunk < STAGES && chunk < view.num_chunks(); chunk++) bring(view, here, chunk, own_count);
+    for (int later = chunk; later < view.num_chunks() && later < MOST_AHEAD; later++) ask_ahead(view, later, own_count);
     put_new(view, here);
     fence_products();
     arrive_threads(2, THREADS);
@@ -294,14 +319,12 @@ DEVICE void attend(const View& view, const Shared& here, int rank) {
                 fence_products(), meet_threads(3, WORKERS);
             }
         }
-        const auto absorb_chunk = [&](const auto& room_of) {
-            absorb(sums, here.queries, here.keys(chunk), here.values(chunk), view.step.scale, room_of);
-        };
+        const u32 keys = here.keys(chunk), values = here.values(chunk);
         if (view.is_shared(chunk * BOXES)) {
             const int room = view.stop - view.shared_token(chunk * BOXES) - my_column();
-            absorb_chunk([&](int eight, int) { return room - eight * 8; });
+            absorb(sums, here.queries, keys, values, view.step.scale, [&](int eight, int) { return room - eight * 8; });
         } else {
-            absorb_chunk([&](int eight, int which) {
+            absorb(sums, here.queries, keys, values, view.step.scale, [&](int eight, int which) {
                 const int box = chunk * BOXES + eight / 2, line = eight % 2 * 8 + my_column();
                 if (view.is_shared(box)) return view.stop - view.shared_token(box) - line;
                 if (view.row_of(box, line) != own_row[which]) return 0;
