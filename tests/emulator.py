@@ -53,7 +53,7 @@ def tensor_map(boxes):
 
 
 class _Emulated:
-    """In place of `fused.PieceKernel` and `fused.GroupKernel`; programs in an order that `seed` draws."""
+    """In place of `fused.PieceKernel` and `fused.BeamKernel`; programs in an order that `seed` draws."""
 
     def __init__(self, emulator, kind, dtype, seed, source):
         self._emulator, self._source = emulator, source
@@ -78,33 +78,33 @@ class EmulatedPieceKernel(_Emulated):
         super().__init__(emulator, kind, dtype, seed, source)
         self.slots = slots
 
-    def attend(self, given, own, *, scale, eps):
+    def attend(self, given, listed, *, scale, eps):
         maps = [tensor_map(fused.kv_boxes(each, fused.CHUNK)) for each in (given.k_cache, given.v_cache)]
 
         def describe(given):
-            return fused.piece_step(given, own, *maps, scale=scale, eps=eps)
+            return fused.piece_step(given, listed, *maps, scale=scale, eps=eps)
 
         stages = fused.piece_layout(self.kind).stages
         return self._run("pieces", stages, 1, given, describe, self.slots * self.kind.kv_heads)
 
 
-class EmulatedGroupKernel(_Emulated):
+class EmulatedBeamKernel(_Emulated):
     """With as many `ranks` as are said, or else as a device with so many `units` has."""
 
     def __init__(self, emulator, kind, dtype, ranks=None, units=132, seed=0, source=None):
         super().__init__(emulator, kind, dtype, seed, source)
         self.ranks, self.units = ranks, units
 
-    def attend(self, given, alike, *, scale, eps):
+    def attend(self, given, beams, *, scale, eps):
         caches = given.k_cache, given.v_cache
         maps = [tensor_map(fused.kv_boxes(each, tokens)) for tokens in (fused.BOX, 1) for each in caches]
 
         def describe(given):
-            return fused.group_step(given, alike, *maps, scale=scale, eps=eps)
+            return fused.beam_step(given, beams, *maps, scale=scale, eps=eps)
 
-        ranks = self.ranks or fused.ranks_of(self.kind, alike.room, alike.each, self.units)
-        stages, programs = fused.group_layout(self.kind).stages, alike.room * self.kind.kv_heads * ranks
-        return self._run("groups", stages, ranks, given, describe, programs)
+        ranks = self.ranks or fused.ranks_of(self.kind, beams.room, beams.each, self.units)
+        stages, programs = fused.beam_layout(self.kind).stages, beams.room * self.kind.kv_heads * ranks
+        return self._run("beams", stages, ranks, given, describe, programs)
 
 
 class EmulatedTileKernel:

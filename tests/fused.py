@@ -1,13 +1,14 @@
 """Steps whose attention is done in one kernel with what lies before it, and what is to come of them."""
 
 from array import array
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from segue import BeamParams, SamplingParams
 from segue.engine import Row, Sampling, SearchStep
-from segue.model.cuda.fused import Alike, Given, Kind, Own
+from segue.model.cuda.fused import Beams, Given, Kind, Listed
 from segue.model.cuda.inputs import make_inputs
 
 EPS = 1e-6
@@ -59,9 +60,9 @@ class Case:
     def __init__(self, kind, rows, *, dtype=torch.bfloat16, device="cpu", num_blocks=160, seed=0, spare=0):
         """`spare`: room for so many more items."""
         self.kind, self.dtype, self.device, self.spare = kind, dtype, torch.device(device), spare
-        item_rows = kind.group_rows if kind.has_groups else 0
-        self.inputs = inputs = make_inputs(rows, kind.size, 64, 128, item_rows=item_rows)
-        assert not len(inputs.tiles) and not len(inputs.shared)
+        item_rows = kind.group_rows if kind.has_beams else 0
+        self.inputs = inputs = make_inputs(rows, kind.size, kind.group_rows, 128, item_rows=item_rows)
+        assert not len(inputs.tiles) and (len(inputs.items) or not inputs.tails.size)
         generator = torch.Generator().manual_seed(seed)
 
         def random(*shape):
@@ -89,9 +90,6 @@ class Case:
         return [*(inputs.tables[self.table(row), places // size] * size + places % size).tolist(), *tail]
 
     def table(self, row):
-        """Forks have one of their own, beams their group's."""
-        if not self.inputs.tails.size and len(self.inputs.items):
-            return row
         both = np.concatenate([self.inputs.own, self.inputs.items])
         return next(int(piece[2]) for piece in both if piece[0] <= row < piece[0] + piece[1])
 
@@ -128,17 +126,28 @@ class Case:
             qkv, cache[0], cache[1], out, norms, cosines, sines, there["positions"], there["slots"], there["tables"]
         )
         arrivals = torch.zeros(self.num_rows, kind.kv_heads, dtype=torch.int32, device=self.device)
+        results = len(inputs.results), kind.heads
+        sums, logs = (torch.full((*results, size), torch.nan, device=self.device) for size in (kind.dim, 2))
         if len(inputs.items):
-            tails = (there["tails"], there["tail_counts"]) if inputs.tails.size else None
-            each = 4 if 0 < inputs.tails.shape[1] <= 4 else 16
-            how = Alike(there["items"], there["counts"][3:], tails, len(inputs.items) + self.spare, each)
+            tails, each = (there["tails"], there["tail_counts"]), 4 if inputs.tails.shape[1] <= 4 else 16
+            how = Beams(there["items"], there["counts"][3:], tails, len(inputs.items) + self.spare, each)
         else:
-            results = len(inputs.results), kind.heads
-            sums, logs = (torch.full((*results, size), torch.nan, device=self.device) for size in (kind.dim, 2))
-            how = Own(there["own"], there["counts"], there["starts"], sums, logs, arrivals)
+            own, shared = (there[name] if len(there[name]) else None for name in ("own", "shared"))
+            how = Listed(own, shared, there["counts"], there["starts"], sums, logs, arrivals)
         if kernel.attend(given, how, scale=kind.dim**-0.5, eps=EPS) is False or arrivals.any():
             return None
-        return out.cpu().double(), cache.cpu()
+        out = self.put_together(sums.cpu(), logs.cpu()) if len(inputs.shared) else out.cpu()
+        return out.double(), cache.cpu()
+
+    def put_together(self, sums, logs):
+        """As `merge_pieces` does."""
+        rows = []
+        for begin, end in pairwise(self.inputs.starts.tolist()):
+            which = torch.from_numpy(self.inputs.results[begin:end]).long()
+            peaks, masses, totals = logs[which, :, 0].double(), logs[which, :, 1].double(), sums[which].double()
+            gains = torch.exp2(peaks - peaks.amax(0))
+            rows.append((gains[..., None] * totals).sum(0) / (gains * masses).sum(0)[:, None])
+        return torch.stack(rows)
 
     def wanted(self):
         kind, inputs = self.kind, self.inputs
@@ -185,7 +194,7 @@ def rows_of(kind, what, seed=3):
         return forks(512, [512, 513, 526, 527, 528, 529, *range(530, 590, 4)], blocks, size)
     if what == "forks and others":
         rows = [*forks(288, [289, 300, 320, 321, 346], blocks, size), *forks(272, [275, 276], blocks, size)]
-        return [*rows, *sequences([(0, 1), (15, 16), (40, 41)], blocks, size)]
+        return [*rows, *sequences([(0, 1), (15, 20), (40, 41)], blocks, size)]
     if what == "beams":
         return [beams(300, 30, 3, blocks, size), beams(70, 12, 3, blocks, size)]
     if what == "long beams":
@@ -194,8 +203,8 @@ def rows_of(kind, what, seed=3):
     return [beams(9 + 30 * at, 33, 1, blocks, size) for at in range(2)]
 
 
-PIECES = ("one after each other", "a long one alone", "some tokens of one", "a beginning")
-GROUPS = ("forks", "forks and others", "beams", "long beams", "many beams")
+PIECES = ("one after each other", "a long one alone", "some tokens of one", "a beginning", "forks", "forks and others")
+BEAMS = ("beams", "long beams", "many beams")
 
 
 def forks(num_shared, starts, blocks, size):

@@ -384,7 +384,6 @@ inline void copy_tokens(u32 to, const TensorMap* map, int column, int line, u32 
     device::copy_box(to, *map, {u64(column), u64(line)}, barrier);
 }
 
-inline void prefetch_tokens(const TensorMap*, int, int) {}
 inline void copy_head(u32 to, const TensorMap* map, int column, int head, int row, u32 barrier) {
     device::must_have_waited();
     device::copy_box(to, *map, {u64(column), u64(head), u64(row)}, barrier);

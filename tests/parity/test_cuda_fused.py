@@ -6,13 +6,13 @@ import torch
 
 from segue import BeamParams, Engine, Request, SamplingParams
 from segue.model.chat import ChatTemplate
-from segue.model.cuda.fused import GroupKernel, Kind, PieceKernel
+from segue.model.cuda.fused import BeamKernel, Kind, PieceKernel
 from segue.model.loading import LoadedModel
 from segue.model.spec import ModelSpec
 from segue.model.tiny import random_weights
 from segue.model.tokenizer import ByteTokenizer
 from segue.model.weights import Weights, fingerprint
-from tests.fused import GROUPS, LLAMA, PIECES, QWEN, SMOL, Blocks, Case, beams, rows_of
+from tests.fused import BEAMS, LLAMA, PIECES, QWEN, SMOL, Blocks, Case, beams, rows_of
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -38,15 +38,14 @@ def test_rows_see_what_they_are_to_see(kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.has_groups], ids=str)
-def test_rows_that_begin_alike_see_what_they_are_to_see(kind, dtype):
-    kernel = GroupKernel(kind, dtype, torch.device("cuda"))
-    for what in GROUPS:
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.has_beams], ids=str)
+def test_beams_see_what_they_are_to_see(kind, dtype):
+    kernel = BeamKernel(kind, dtype, torch.device("cuda"))
+    for what in BEAMS:
         for spare in (0, 9, 40):  # fewer programs for each item
             case = Case(kind, rows_of(kind, what), dtype=dtype, device="cuda", spare=spare)
-            if len(case.inputs.items):  # blocks may be larger than what forks share
-                for _ in range(3):
-                    assert case.is_right(kernel), what
+            for _ in range(3):
+                assert case.is_right(kernel), what
     case = Case(kind, [beams(70, kind.group_rows + 3, 2, Blocks(160, 4), kind.size)], dtype=dtype, device="cuda")
     assert case.is_right(kernel)
 

@@ -12,8 +12,8 @@ from segue.model.cuda import driver, fused
 from segue.model.cuda.fused import Kind
 from segue.model.cuda.inputs import FEW
 from segue.model.tiny import tiny_spec
-from tests.emulator import EmulatedGroupKernel, EmulatedPieceKernel, Emulator
-from tests.fused import GROUPS, LLAMA, PIECES, QWEN, SMOL, Blocks, Case, beams, forks, rows_of, sequences
+from tests.emulator import EmulatedBeamKernel, EmulatedPieceKernel, Emulator
+from tests.fused import BEAMS, LLAMA, PIECES, QWEN, SMOL, Blocks, Case, beams, forks, rows_of, sequences
 
 
 @pytest.fixture(scope="session")
@@ -30,13 +30,13 @@ def test_rows_see_what_they_are_to_see(what, emulator):
         assert case.is_right(kernel)
 
 
-@pytest.mark.parametrize("what", GROUPS)
+@pytest.mark.parametrize("what", BEAMS)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_rows_that_begin_alike_see_what_they_are_to_see(what, ranks, emulator):
-    case = Case(QWEN, rows_of(QWEN, what), spare=ranks % 3)
-    if fused.ranks_of(QWEN, 10**6, 4 if what in ("beams", "many beams") else 16, 132) > ranks:
+def test_beams_see_what_they_are_to_see(what, ranks, emulator):
+    if what == "long beams" and ranks == 2:
         pytest.skip("more programs are needed")
-    kernel = EmulatedGroupKernel(emulator, QWEN, case.dtype, ranks)
+    case = Case(QWEN, rows_of(QWEN, what), spare=ranks % 3)
+    kernel = EmulatedBeamKernel(emulator, QWEN, case.dtype, ranks)
     for kernel.seed in range(2):
         assert case.is_right(kernel)
 
@@ -45,57 +45,55 @@ def test_rows_that_begin_alike_see_what_they_are_to_see(what, ranks, emulator):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_models(kind, dtype, emulator):
     kernel = EmulatedPieceKernel(emulator, kind, dtype, slots=9, seed=1)
-    for what in ("one after each other", "some tokens of one"):
+    for what in ("one after each other", "forks and others"):
         assert Case(kind, rows_of(kind, what), dtype=dtype).is_right(kernel)
 
 
 @pytest.mark.parametrize("kind", [LLAMA, Kind(4, 2, 64, 128, True), Kind(8, 1, 128, 32, True)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_other_models_of_rows_that_begin_alike(kind, dtype, emulator):
-    kernel = EmulatedGroupKernel(emulator, kind, dtype, units=12, seed=1)
+def test_beams_of_other_models(kind, dtype, emulator):
+    kernel = EmulatedBeamKernel(emulator, kind, dtype, units=12, seed=1)
     for what in ("beams", "long beams"):
         assert Case(kind, rows_of(kind, what), dtype=dtype).is_right(kernel)
-    blocks = Blocks(160, 5)
-    case = Case(kind, forks(256, [256, 270, 300], blocks, kind.size), dtype=dtype)
-    assert len(case.inputs.items) and case.is_right(kernel)
 
 
 STARTS = st.one_of(st.just(0), st.integers(0, 130), st.integers(0, 600))
-SEQUENCES = st.tuples(STARTS, st.one_of(st.just(1), st.integers(1, FEW)))
+PARTS = st.one_of(
+    st.tuples(STARTS, st.one_of(st.just(1), st.integers(1, FEW))),
+    st.lists(st.integers(257, 380), min_size=2, max_size=7),
+)
 
 
 @settings(max_examples=12, deadline=None)
 @given(
-    st.lists(SEQUENCES, min_size=1, max_size=4),
-    st.sampled_from([QWEN, SMOL]),
-    st.integers(1, 12),
-    st.integers(0, 2**30),
+    st.lists(PARTS, min_size=1, max_size=4), st.sampled_from([QWEN, SMOL]), st.integers(1, 12), st.integers(0, 2**30)
 )
-def test_any_step(emulator, spans, kind, slots, seed):
-    blocks = Blocks(300, seed)
-    rows = sequences([(start, start + count) for start, count in spans], blocks, kind.size)
+def test_any_step(emulator, parts, kind, slots, seed):
+    blocks, rows = Blocks(300, seed), []
+    for part in parts:
+        if isinstance(part, tuple):
+            rows += sequences([(part[0], sum(part))], blocks, kind.size)
+        else:
+            rows += forks(256, part, blocks, kind.size)
     case = Case(kind, rows, num_blocks=300, seed=seed)
     assert case.is_right(EmulatedPieceKernel(emulator, kind, case.dtype, slots, seed))
 
 
-BEAMS = st.tuples(st.integers(1, 350), st.integers(1, 40), st.integers(1, 6))
-FORKS = st.lists(st.integers(257, 380), min_size=2, max_size=7)
+SEARCH = st.tuples(st.integers(1, 350), st.integers(1, 40), st.integers(1, 6))
 
 
 @settings(max_examples=12, deadline=None)
 @given(
-    st.one_of(st.lists(BEAMS, min_size=1, max_size=3), st.lists(FORKS, min_size=1, max_size=2)),
+    st.lists(SEARCH, min_size=1, max_size=3),
     st.sampled_from([QWEN, LLAMA]),
     st.integers(1, 132),
     st.integers(0, 2**30),
 )
-def test_any_step_of_rows_that_begin_alike(emulator, groups, kind, units, seed):
-    blocks, rows = Blocks(300, seed), []
-    for group in groups:
-        is_beams = isinstance(group, tuple)
-        rows += [beams(*group, blocks, kind.size)] if is_beams else forks(256, group, blocks, kind.size)
+def test_any_beams(emulator, searches, kind, units, seed):
+    blocks = Blocks(300, seed)
+    rows = [beams(*search, blocks, kind.size) for search in searches]
     case = Case(kind, rows, num_blocks=300, seed=seed)
-    assert case.is_right(EmulatedGroupKernel(emulator, kind, case.dtype, units=units, seed=seed))
+    assert case.is_right(EmulatedBeamKernel(emulator, kind, case.dtype, units=units, seed=seed))
 
 
 FAULTS = {
@@ -138,23 +136,25 @@ FAULTS = {
 }
 
 
-GROUP_FAULTS = {
+BEAM_FAULTS = {
     "copies over what is read": ("wait_for(here.empty + 8 * stage, (chunk / STAGES & 1) ^ 1)", "", "long beams"),
     "reads what has not come": ("wait_for(here.full + 8 * stage, chunk / STAGES & 1);", "", "long beams"),
     "mends what has not come": (
         "        wait_for(here.full + 8 * chunk, 0);\n        clear",
         "        clear",
-        "forks and others",
+        "long beams",
     ),
     "keys of rows that are not written yet": (
-        "    wait_for_kernel_before();\n#pragma unroll",
-        "#pragma unroll",
-        "forks",
+        "    wait_for_kernel_before();\n    mine.load",
+        "    mine.load",
+        "beams",
+        132,
     ),
     "new keys that products may not see": (
-        "    fence_products();\n    arrive_threads",
-        "    arrive_threads",
-        "forks",
+        "    mine.put(view, here);\n    fence_products();",
+        "    mine.put(view, here);",
+        "beams",
+        132,
     ),
     "sums over what others still look at": (
         "    arrive_at_cluster();\n    wait_for_cluster();  // so nobody",
@@ -177,13 +177,13 @@ def whole(name):
     return source.replace("#include <attention.h>", header.replace("#pragma once", ""))
 
 
-@pytest.mark.parametrize("fault", GROUP_FAULTS)
-def test_the_emulator_notices_in_groups(fault, emulator):
-    line, instead, what = GROUP_FAULTS[fault]
-    source = whole("groups.cu")
+@pytest.mark.parametrize("fault", BEAM_FAULTS)
+def test_the_emulator_notices_in_beams(fault, emulator):
+    line, instead, what, *units = BEAM_FAULTS[fault]
+    source = whole("beams.cu")
     assert source.count(line) == 1
     case = Case(QWEN, rows_of(QWEN, what))
-    kernel = EmulatedGroupKernel(emulator, QWEN, case.dtype, units=4, source=source.replace(line, instead))
+    kernel = EmulatedBeamKernel(emulator, QWEN, case.dtype, None, *(units or [4]), source=source.replace(line, instead))
     results = []
     for kernel.seed in range(12):
         results.append(case.is_right(kernel))
@@ -217,14 +217,14 @@ def test_they_compile_without_a_device(kind, dtype):
         return driver.compile_cuda(name, "sm_90a", kind.macros(dtype) | {"STAGES": stages, "RANKS": ranks})
 
     assert compiled("pieces.cu", fused.piece_layout(kind).stages, 1).startswith(b"\x7fELF")
-    for ranks in fused.RANKS if kind.has_groups else ():
-        assert compiled("groups.cu", fused.group_layout(kind).stages, ranks).startswith(b"\x7fELF")
+    for ranks in fused.RANKS if kind.has_beams else ():
+        assert compiled("beams.cu", fused.beam_layout(kind).stages, ranks).startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_two_programs_fit_on_a_multiprocessor(dim):
     kind = Kind(8, 2, dim, 16, False)
-    for layout in (fused.piece_layout(kind), fused.group_layout(kind)):
+    for layout in (fused.piece_layout(kind), fused.beam_layout(kind)):
         assert layout.stages >= 3 and layout.shared_bytes <= 113 * 1024
 
 

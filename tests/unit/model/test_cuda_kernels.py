@@ -36,7 +36,7 @@ from segue.model.sampler import sample
 from segue.model.tiny import random_weights, tiny_spec
 from segue.model.torch_backend import TorchBackend
 from segue.model.weights import Weights
-from tests.emulator import EmulatedGroupKernel, EmulatedPieceKernel, EmulatedTileKernel, Emulator
+from tests.emulator import EmulatedBeamKernel, EmulatedPieceKernel, EmulatedTileKernel, Emulator
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that are nobody's may hold anything
 SHAPES = [  # heads, kv heads, head_dim, block size, window, dtype
@@ -528,7 +528,7 @@ def test_an_engine_with_attention_in_one_kernel_answers_as_with_others(recording
     """The kernels on an emulated device: tokens by themselves, some at once, forks of a long prompt, and searches."""
     spec = replace(tiny_spec(), num_layers=1, windows=(None,), head_dim=64, qk_norm=True)
     emulator, kind = Emulator(tmp_path_factory), fused.kind_of(spec, 16)
-    kernels_there = [kernel(emulator, kind, torch.float16) for kernel in (EmulatedPieceKernel, EmulatedGroupKernel)]
+    kernels_there = [kernel(emulator, kind, torch.float16) for kernel in (EmulatedPieceKernel, EmulatedBeamKernel)]
 
     def answers(fused_kernels):
         backend = CudaBackend(spec, torch.float16, torch.device("cpu"), 512, fused=fused_kernels)

@@ -71,6 +71,7 @@ FAULTS = {
     "values that are no numbers": ("mend(tile, here.values.tile(place.values));", ";", "from the middle"),
     "zeros that may not be seen": ("fence_products();\n    meet_threads(is", "meet_threads(is", "from the middle"),
     "zeros that others wait for": ("|| tile.num_seen(0) < tile.num_chunks;", ";", HALF),
+    "zeros of two tiles": ("is_alone ? MET + my_group() : MENDED", "MENDED", BOTH),
     "what comes after it": ("if ((chunk + 1) * CHUNK - 1 >", "if ((chunk + 1) * CHUNK - 129 >", "several tiles"),
     "weights that are not there yet": ("products_wait<1>();", "", "several tiles"),
     "a turn that never comes": ("if (!sees_all) wait_for_turn(), end_turn();", "", HALF),

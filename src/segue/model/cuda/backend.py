@@ -13,7 +13,7 @@ from segue.model.backend import Layer
 from segue.model.batch import Batch
 from segue.model.cuda import attention, kernels, products, tiles
 from segue.model.cuda.driver import CompilerMissing
-from segue.model.cuda.fused import Alike, Fused, Given, Own
+from segue.model.cuda.fused import LANES, Beams, Fused, Given, Listed
 from segue.model.cuda.products import Products
 from segue.model.cuda.tiles import TileKernel
 from segue.model.spec import ModelSpec
@@ -52,18 +52,19 @@ class Attention(NamedTuple):
     starts: Tensor
     contexts: Tensor
     tiles: Tiles | None
-    alike: Alike | None
+    beams: Beams | None
     tables: Tensor
     sums: Tensor  # [results, heads, dim] fp32
     logs: Tensor  # [results, heads, 2] fp32
     arrivals: Tensor  # [rows, kv heads], zeros
 
     @property
-    def own(self) -> Own | None:
-        """Where all there is are pieces of single rows."""
-        if self.pieces is None or self.pieces.own is None or self.tiles is not None or self.merged_rows:
+    def listed(self) -> Listed | None:
+        """Where all there is are pieces."""
+        if self.pieces is None or self.tiles is not None or self.tails is not None:
             return None
-        return Own(self.pieces.own, self.pieces.counts, self.starts, self.sums, self.logs, self.arrivals)
+        own, shared, counts, _ = self.pieces
+        return Listed(own, shared, counts, self.starts, self.sums, self.logs, self.arrivals)
 
 
 class CudaBackend(TorchBackend):
@@ -92,8 +93,9 @@ class CudaBackend(TorchBackend):
         self.kv_dtype = kv_dtype or dtype
         self.few_logits: Tensor | None = None  # where those of up to FEW_ROWS rows are, once there were any
         self._fused, self._tile_kernel = fused, tile_kernel
-        self.group_rows = max(_MOST_LANES // (spec.num_heads // spec.num_kv_heads), 1)
-        self.item_rows = fused.groups.kind.group_rows if fused is not None and fused.groups is not None else 0
+        lanes = LANES if fused is not None else _MOST_LANES
+        self.group_rows = max(lanes // (spec.num_heads // spec.num_kv_heads), 1)
+        self.item_rows = fused.beams.kind.group_rows if fused is not None and fused.beams is not None else 0
         self.tile_rows = 32 if dtype == torch.float32 else 64 if exact or spec.head_dim > 128 else 128
         units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
         self._programs = max(2 * units // spec.num_kv_heads, 1)
@@ -161,18 +163,15 @@ class CudaBackend(TorchBackend):
         step: Attention = batch.attention  # type: ignore[assignment]
         norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
         tables, scale, eps = (self._cos, self._sin), self._spec.softmax_scale, self._spec.rms_eps
-        own = step.own if self._fused is not None else None
-        if own is not None or step.alike is not None:
-            assert self._fused is not None
-            given = Given(qkv, k_cache, v_cache, out, norms, *tables, batch.positions, batch.slots, step.tables)
-            if step.alike is not None:
-                assert self._fused.groups is not None
-                self._fused.groups.attend(given, step.alike, scale=scale, eps=eps)
-            elif own is not None:
-                self._fused.pieces.attend(given, own, scale=scale, eps=eps)
-            return
-        kernels.rope_store(qkv, q, k_cache, v_cache, norms, tables, batch.positions, batch.slots, eps)
-        self._attend_lists(step, q, k_cache, v_cache, layer.window, out)
+        given = Given(qkv, k_cache, v_cache, out, norms, *tables, batch.positions, batch.slots, step.tables)
+        if step.beams is not None:
+            assert self._fused is not None and self._fused.beams is not None
+            self._fused.beams.attend(given, step.beams, scale=scale, eps=eps)
+        elif self._fused is not None and (listed := step.listed) is not None:
+            self._fused.pieces.attend(given, listed, scale=scale, eps=eps)
+        else:
+            kernels.rope_store(qkv, q, k_cache, v_cache, norms, tables, batch.positions, batch.slots, eps)
+            self._attend_lists(step, q, k_cache, v_cache, layer.window, out)
         if step.merged_rows:
             attention.merge_pieces(
                 q,

@@ -1,5 +1,5 @@
-"""Attention of a few rows, with rotation before it and new KV on its way to the cache, by kernels of ours: of rows by themselves
-(`pieces.cu`), and of rows that begin alike (`groups.cu`)."""
+"""Attention of a few rows, with rotation before it and new KV on its way to the cache, by kernels of ours: in pieces of what rows
+see (`pieces.cu`), and of beams (`beams.cu`)."""
 
 from __future__ import annotations
 
@@ -35,17 +35,20 @@ class PieceStep(ctypes.Structure):
     _fields_ = (
         ("keys", TensorMap),
         ("values", TensorMap),
-        *_pointers("qkv k_cache v_cache out q_norm k_norm cosines sines positions slots tables own counts starts"),
+        *_pointers(
+            "qkv k_cache v_cache out q_norm k_norm cosines sines positions slots tables own shared counts starts"
+        ),
         *_pointers("sums logs arrivals"),
         ("scale", c_float),
         ("eps", c_float),
         ("table_stride", c_int),
-        ("padding", c_int * 11),
+        ("merges", c_int),
+        ("padding", c_int * 8),
     )
 
 
-class GroupStep(ctypes.Structure):
-    """What `groups.cu` is given, as it says."""
+class BeamStep(ctypes.Structure):
+    """What `beams.cu` is given, as it says."""
 
     _fields_ = (
         ("keys", TensorMap),
@@ -78,12 +81,12 @@ class Kind(NamedTuple):
 
     @property
     def group_rows(self) -> int:
-        """Of an item, at most."""
+        """Of a piece or an item, at most."""
         return LANES // self.group
 
     @property
-    def has_groups(self) -> bool:
-        """Whether there is a kernel for rows that begin alike: two heads of a row are prepared by the same threads."""
+    def has_beams(self) -> bool:
+        """Whether there is a kernel for beams: two heads of a row are prepared by the same threads."""
         return self.group in (2, 4, 8)
 
     @property
@@ -112,14 +115,14 @@ def piece_layout(kind: Kind) -> Layout:
     return layout(kind, 4)
 
 
-def group_layout(kind: Kind) -> Layout:
+def beam_layout(kind: Kind) -> Layout:
     return layout(kind, 8)
 
 
 def ranks_of(kind: Kind, room: int, each: int, units: int) -> int:
     """Programs for each of so many items: as many as there is room for at once, but enough for what is newest of each of a
     program's rows to be in its first stages."""
-    first = group_layout(kind).stages * CHUNK
+    first = beam_layout(kind).stages * CHUNK
     possible = [ranks for ranks in RANKS if LANES // ranks // kind.group * each <= first]
     return next((ranks for ranks in possible if room * kind.kv_heads * ranks <= 2 * units), possible[-1])
 
@@ -144,10 +147,11 @@ class Given(NamedTuple):
         return _addresses(*self[:4], q_norm, k_norm, *self[5:])
 
 
-class Own(NamedTuple):
-    """Pieces of single rows, and room for what comes of them."""
+class Listed(NamedTuple):
+    """Pieces, of single rows and shared ones, and room for what comes of them."""
 
-    pieces: Tensor
+    own: Tensor | None
+    shared: Tensor | None
     counts: Tensor
     starts: Tensor
     sums: Tensor
@@ -155,13 +159,13 @@ class Own(NamedTuple):
     arrivals: Tensor
 
 
-class Alike(NamedTuple):
-    """Items of rows that begin alike, with `room` for so many. What rows have for themselves is in slots that they list, if there
-    are `tails`, or else behind what they share; `each`: tokens of it that are put side by side, 4 if no row has more, or 16."""
+class Beams(NamedTuple):
+    """Items of beams, with `room` for so many. What beams have for themselves is in slots that they list; `each`: tokens of it
+    that are put side by side, 4 if no beam has more, or 16."""
 
     items: Tensor
     num_items: Tensor
-    tails: tuple[Tensor, Tensor] | None
+    tails: tuple[Tensor, Tensor]
     room: int
     each: int
 
@@ -172,16 +176,17 @@ def kv_boxes(cache: Tensor, tokens: int) -> Boxes:
     return Boxes(cache.data_ptr(), (dim, blocks * kv_heads * size), (2 * dim,), (64, min(size, tokens)))
 
 
-def piece_step(given: Given, own: Own, keys: Any, values: Any, *, scale: float, eps: float) -> PieceStep:
-    pointers = (*given.pointers, *_addresses(*own))
-    return PieceStep(keys, values, *pointers, scale * _LOG2E, eps, given.tables.stride(0))
+def piece_step(given: Given, listed: Listed, keys: Any, values: Any, *, scale: float, eps: float) -> PieceStep:
+    """Pieces put themselves together where none is shared."""
+    pointers = (*given.pointers, *_addresses(*listed))
+    return PieceStep(keys, values, *pointers, scale * _LOG2E, eps, given.tables.stride(0), int(listed.shared is None))
 
 
-def group_step(given: Given, alike: Alike, *maps: Any, scale: float, eps: float) -> GroupStep:
-    tails, counts = alike.tails or (None, None)
-    pointers = (*given.pointers, *_addresses(alike.items, alike.num_items, tails, counts))
-    strides = given.tables.stride(0), tails.stride(0) if tails is not None else 0
-    return GroupStep(*maps, *pointers, scale * _LOG2E, eps, *strides, alike.each.bit_length() - 1)
+def beam_step(given: Given, beams: Beams, *maps: Any, scale: float, eps: float) -> BeamStep:
+    tails, counts = beams.tails
+    pointers = (*given.pointers, *_addresses(beams.items, beams.num_items, tails, counts))
+    strides = given.tables.stride(0), tails.stride(0)
+    return BeamStep(*maps, *pointers, scale * _LOG2E, eps, *strides, beams.each.bit_length() - 1)
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:
@@ -199,7 +204,7 @@ class _Kernels:
 
 
 class PieceKernel(_Kernels):
-    """Of rows by themselves."""
+    """In pieces."""
 
     def __init__(self, kind: Kind, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(kind, dtype, device)
@@ -207,38 +212,38 @@ class PieceKernel(_Kernels):
         self._layout = piece_layout(kind)
         self._kernel = _kernel("pieces.cu", kind, 1, self._layout.stages, dtype, device)
 
-    def attend(self, given: Given, own: Own, *, scale: float, eps: float) -> None:
-        """What comes of each row to `out`."""
+    def attend(self, given: Given, listed: Listed, *, scale: float, eps: float) -> None:
+        """Rows whose pieces are all their own are done in `out`; for the others `sums` and `logs` are."""
         maps = [self._encode(kv_boxes(each, CHUNK)) for each in (given.k_cache, given.v_cache)]
-        step = piece_step(given, own, *maps, scale=scale, eps=eps)
+        step = piece_step(given, listed, *maps, scale=scale, eps=eps)
         self._kernel.launch(step, self._programs, self._layout.shared_bytes)
 
 
-class GroupKernel(_Kernels):
-    """Of rows that begin alike."""
+class BeamKernel(_Kernels):
+    """Of rows that begin beams."""
 
     def __init__(self, kind: Kind, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(kind, dtype, device)
-        self._layout = group_layout(kind)
+        self._layout = beam_layout(kind)
         for ranks in RANKS:  # so that what does not compile is known at the start
             self._kernel(ranks)
 
     def _kernel(self, ranks: int) -> driver.Kernel:
-        return _kernel("groups.cu", self.kind, ranks, self._layout.stages, self._dtype, self._device)
+        return _kernel("beams.cu", self.kind, ranks, self._layout.stages, self._dtype, self._device)
 
-    def attend(self, given: Given, alike: Alike, *, scale: float, eps: float) -> None:
+    def attend(self, given: Given, beams: Beams, *, scale: float, eps: float) -> None:
         """What comes of each row to `out`."""
         maps = [self._encode(kv_boxes(each, tokens)) for tokens in (BOX, 1) for each in (given.k_cache, given.v_cache)]
-        step = group_step(given, alike, *maps, scale=scale, eps=eps)
-        ranks = ranks_of(self.kind, alike.room, alike.each, self._units)
-        self._kernel(ranks).launch(step, alike.room * self.kind.kv_heads * ranks, self._layout.shared_bytes)
+        step = beam_step(given, beams, *maps, scale=scale, eps=eps)
+        ranks = ranks_of(self.kind, beams.room, beams.each, self._units)
+        self._kernel(ranks).launch(step, beams.room * self.kind.kv_heads * ranks, self._layout.shared_bytes)
 
 
 class Fused(NamedTuple):
     """The kernels that there are."""
 
     pieces: PieceKernel
-    groups: GroupKernel | None
+    beams: BeamKernel | None
 
 
 def kernels_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> Fused | None:
@@ -247,7 +252,7 @@ def kernels_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: to
     if device.type != "cuda" or why_not(spec, block_size, dtype, device) is not None:
         return None
     kind = kind_of(spec, block_size)
-    return Fused(PieceKernel(kind, dtype, device), GroupKernel(kind, dtype, device) if kind.has_groups else None)
+    return Fused(PieceKernel(kind, dtype, device), BeamKernel(kind, dtype, device) if kind.has_beams else None)
 
 
 def why_not(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> str | None:

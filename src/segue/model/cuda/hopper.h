@@ -188,10 +188,6 @@ DEVICE void copy_head(u32 to, const TensorMap* map, int column, int head, int ro
         : "memory");
 }
 
-DEVICE void prefetch_tokens(const TensorMap* map, int column, int line) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(line) : "memory");
-}
-
 DEVICE void send_four(u32 to_of_rank, const float* values, u32 barrier_of_rank) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to_of_rank),
                  "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier_of_rank)

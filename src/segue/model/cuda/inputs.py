@@ -8,19 +8,18 @@ from typing import NamedTuple
 import numpy as np
 
 from segue.engine import Row, SearchStep
-from segue.model.cuda.work import BOX, FIELDS, Group, IntArray, Work, plan_items, plan_work
+from segue.model.cuda.work import FIELDS, Group, IntArray, Work, plan_items, plan_work
 
 MUCH = (
     256  # tokens that sequences must have in common, to be read once for all of them; shared parts are multiples of it
 )
-MOST_OWN = 512  # tokens that a row of an item may have for itself
 FEW = 16  # new tokens of a sequence, up to which each is a row of its own
 TILE_FIELDS = 4  # of a tile: first row, rows, table, first position
 
 
 class Inputs(NamedTuple):
     """A step's rows one after the other. Rows of long prompts are done in `tiles`, all others in pieces: `own` through a
-    sequence's table, `shared` for groups of rows; or, where all rows are of groups, in `items`. What beams have for themselves is
+    sequence's table, `shared` for groups of rows; or, where all rows are beams, in `items`. What beams have for themselves is
     in the slots of their `tails`."""
 
     tokens: IntArray  # [rows], as are the next three
@@ -96,7 +95,8 @@ def _of_many(
         ends[begin:end], tail_counts[begin:end] = 0, own.shape[1]
         groups.append(Group(begin, end - begin, at, step.num_shared))
         tails.append((begin, own))
-    items = _items(placed, tables, block_size, groups, item_rows) if item_rows and groups else _NO_PIECES
+    are_beams = item_rows > 0 and all(_beams(row) is not None for row in placed)
+    items = plan_items(groups, item_rows) if are_beams else _NO_PIECES
     if len(items):
         work = _no_work(total)
     else:
@@ -163,10 +163,8 @@ def _side_by_side(rows: Sequence[Row], block_size: int) -> list[int] | None:
     return order + [at for at in range(len(rows)) if at not in there]
 
 
-def _prefixes(
-    rows: Sequence[Row], tables: IntArray, bounds: Sequence[int], block_size: int, unit: int = MUCH
-) -> list[Group]:
-    """Neighbours that begin with the same blocks, at least `MUCH` tokens of them, and how many `unit`s."""
+def _prefixes(rows: Sequence[Row], tables: IntArray, bounds: list[int], block_size: int) -> list[Group]:
+    """Neighbours that begin with the same blocks, at least `MUCH` tokens of them."""
     groups, at = [], 0
     while at < len(rows):
         end = at + 1
@@ -176,30 +174,10 @@ def _prefixes(
             same = (tables[at:end] == tables[at]).all(0)
             common = int(np.argmin(same)) if not same.all() else len(same)
             common = min(common * block_size, min(row.start for row in rows[at:end]))
-            if common >= MUCH:
-                groups.append(Group(bounds[at], end - at, at, common // unit * unit))
+            if (shared := common // MUCH * MUCH) > 0:
+                groups.append(Group(bounds[at], end - at, at, shared))
         at = end
     return groups
-
-
-def _items(rows: Sequence[Row], tables: IntArray, block_size: int, groups: Sequence[Group], item_rows: int) -> IntArray:
-    """For a step of beams alone, or one of single tokens, nearly all of which have much in common with others. What a row has for
-    itself is not divided among programs: if that is much for some, there are no items."""
-    if all(_beams(row) is not None for row in rows):
-        return plan_items(groups, item_rows)
-    if not all(row.stop - row.start == 1 and _beams(row) is None for row in rows):
-        return _NO_PIECES
-    alike = _prefixes(rows, tables, range(len(rows)), block_size, BOX)
-    in_group = {at for group in alike for at in range(*_span(group))}
-    others = [Group(at, 1, at, rows[at].start // BOX * BOX) for at in range(len(rows)) if at not in in_group]
-    own = (rows[at].start - group.num_shared for group in alike for at in range(*_span(group)))
-    if len(others) > FEW or max(own) >= MOST_OWN:
-        return _NO_PIECES
-    return plan_items([*alike, *others], item_rows)
-
-
-def _span(group: Group) -> tuple[int, int]:
-    return group.first_row, group.first_row + group.num_rows
 
 
 def _no_work(num_rows: int) -> Work:

@@ -1,16 +1,17 @@
 // Attention of a few rows over paged KV, with all that lies between the product before it and the one after it: norms and rotation of
 // queries and keys, and new KV on its way to the cache.
 //
-// What is to be done is a list of pieces (work.py): stretches of KV that one row sees, up to 64 of its heads at once. A program does
-// pieces of one KV head, one after the other. One warp brings the stretch, 64 tokens at a time, in a ring of stages, and begins before
-// the kernel's turn has come, since what it reads is older than the step:
+// What is to be done is a list of pieces (work.py). A piece is a stretch of KV and its lanes: the heads of one row, or of all rows that
+// share the stretch, up to 64 of them. A program does pieces of one KV head, one after the other. One warp brings the stretch, 64 tokens
+// at a time, in a ring of stages, and begins before the kernel's turn has come, since what it reads is older than the step:
 //
 //     begin |------------- KV of earlier steps -------------|- known -- this step's own tokens --| end
 //
-// Keys and values of this step's own tokens do not come from memory: whoever needs them makes them out of the product, and the row that
-// they are of writes them to the cache.
+// Keys and values of this step's own tokens, which end the stretch of a single row, do not come from memory: whoever needs them makes
+// them out of the product, and the row that they are of writes them to the cache.
 //
-// What a piece gives is a row's output if the row has no other; otherwise whoever is last of a row's pieces puts them together.
+// What a piece gives is a row's output if the row has no other, or else a sum with its peak and mass, as `_together` in attention.py
+// reads them. If the step MERGES, whoever is last of a row's pieces puts them together.
 //
 // It is compiled for what attention.h says, and FIELDS (of a piece).
 
@@ -26,34 +27,42 @@ struct Step {
     u16 *k_cache, *v_cache, *out;
     const u16 *q_norm, *k_norm;
     const float *cosines, *sines;  // [positions, DIM / 2]
-    const int *positions, *slots, *tables, *own, *counts, *starts;
+    const int *positions, *slots, *tables, *own, *shared, *counts, *starts;
     float *sums, *logs;
     int* arrivals;
     float scale, eps;  // the scale is for exponentials to base 2
-    int table_stride;
+    int table_stride, merges;
 };
 
-// A piece, as work.py writes it: of one row.
+// A piece, as work.py writes it.
 struct Piece {
-    int row, table, begin, end, result, known, num_chunks;
+    int first_row, table, begin, end, result, known, num_lanes, num_chunks;
+    bool is_own;
 
-    DEVICE Piece(const int* from) {
-        row = from[0], table = from[2], begin = from[3], end = from[4], result = from[5], known = from[6];
-        num_chunks = (end - begin + CHUNK - 1) / CHUNK;
+    DEVICE Piece(const int* from, bool own) {
+        first_row = from[0], table = from[2], begin = from[3], end = from[4], result = from[5], known = from[6];
+        num_lanes = from[1] * GROUP, num_chunks = (end - begin + CHUNK - 1) / CHUNK, is_own = own;
     }
     DEVICE int first_new() const { return known < begin ? begin : known; }  // of this step's own tokens; `end` if there is none
 };
 
-// What a program does. It goes back and forth, so that who had a long one is the last to get another.
+// What a program does. Pieces that rows share, which take longest, come first; it goes back and forth, so that who had a long one is the
+// last to get another.
 struct Pieces {
     const Step& step;
-    int total, round = 0, slot, slots;
+    int num_shared, total, round = 0, slot, slots;
 
-    DEVICE Pieces(const Step& given) : step(given) { total = step.counts[0], slot = my_program() / KV_HEADS, slots = num_programs() / KV_HEADS; }
+    DEVICE Pieces(const Step& given) : step(given) {
+        num_shared = step.shared ? step.counts[1] : 0, total = num_shared + (step.own ? step.counts[0] : 0);
+        slot = my_program() / KV_HEADS, slots = num_programs() / KV_HEADS;
+    }
     DEVICE int number() const { return round * slots + (round % 2 ? slots - 1 - slot : slot); }
     DEVICE bool is_over() const { return number() >= total; }
     DEVICE void next() { round++; }
-    DEVICE Piece piece() const { return Piece(step.own + number() * FIELDS); }
+    DEVICE Piece piece() const {
+        const int at = number();
+        return at < num_shared ? Piece(step.shared + at * FIELDS, false) : Piece(step.own + (at - num_shared) * FIELDS, true);
+    }
 };
 
 // A stage of the ring, and how often it has been gone through, as barriers count it.
@@ -115,15 +124,16 @@ struct Task {
     int row = 0, head = 0, position = 0, slot = 0, line = 0;  // `line`: where it is to be, of what is new
 
     Task() = default;
-    // The row's queries; then a key and a value of each of its new tokens.
+    // The piece's queries; then a key and a value of each of its new tokens.
     DEVICE Task(const Step& step, const Piece& piece, int kv_head, int number) {
-        if (number < GROUP) {
-            what = QUERY, row = piece.row, head = kv_head * GROUP + number, position = step.positions[row];
+        if (number < piece.num_lanes) {
+            what = QUERY, row = piece.first_row + number / GROUP, head = kv_head * GROUP + number % GROUP;
+            position = step.positions[row];
             return;
         }
-        const int extra = number - GROUP, token = piece.first_new() + extra / 2;
-        if (token >= piece.end) return;
-        row = piece.row - (step.positions[piece.row] - token), line = token - piece.begin, position = token;
+        const int extra = number - piece.num_lanes, token = piece.first_new() + extra / 2;
+        if (!piece.is_own || token >= piece.end) return;
+        row = piece.first_row - (step.positions[piece.first_row] - token), line = token - piece.begin, position = token;
         what = extra % 2 ? VALUE : KEY, head = HEADS + (extra % 2 ? KV_HEADS : 0) + kv_head, slot = step.slots[row];
     }
 };
@@ -139,10 +149,11 @@ DEVICE void write_kv(const Head& head, const Step& step, const Task& task, int k
 
 // One of the two lanes that a thread has something of.
 DEVICE void give(const Sums& sums, const Step& step, const Piece& piece, int kv_head, int which, bool is_whole) {
-    const int lane = my_line() + which * 8, head = kv_head * GROUP + lane;
-    if (lane >= GROUP) return;
-    const u64 result = u64(piece.result) * HEADS + head;
-    u16* out = step.out + (u64(piece.row) * HEADS + head) * DIM;
+    const int lane = my_line() + which * 8;
+    if (lane >= piece.num_lanes) return;
+    const int row = lane / GROUP, head = kv_head * GROUP + lane % GROUP;
+    const u64 result = u64(piece.result + row) * HEADS + head;
+    u16* out = step.out + (u64(piece.first_row + row) * HEADS + head) * DIM;
     const float share = 1 / sums.mass[which];
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
@@ -162,7 +173,7 @@ DEVICE void give(const Sums& sums, const Step& step, const Piece& piece, int kv_
 // What all pieces of a row gave. Who has a column of a head asks for what eight of them gave at once.
 DEVICE void put_together(const Step& step, const Piece& piece, int kv_head) {
     constexpr int EACH = DIM / 4, AT_ONCE = 8;  // threads of a head; pieces
-    const int first = step.starts[piece.row], last = step.starts[piece.row + 1], column = my_thread() % EACH * 4;
+    const int first = step.starts[piece.first_row], last = step.starts[piece.first_row + 1], column = my_thread() % EACH * 4;
     for (int which = my_thread() / EACH; which < GROUP; which += WORKERS / EACH) {
         const int head = kv_head * GROUP + which;
         float peak = LOW, mass = 0, total[4] = {};
@@ -188,7 +199,7 @@ DEVICE void put_together(const Step& step, const Piece& piece, int kv_head) {
                 for (int each = 0; each < 4; each++) total[each] += gain * parts[at][each];
             }
         }
-        u16* out = step.out + (u64(piece.row) * HEADS + head) * DIM + column;
+        u16* out = step.out + (u64(piece.first_row) * HEADS + head) * DIM + column;
         const float share = 1 / mass;
         store_pair(out, {packed(total[0] * share, total[1] * share), packed(total[2] * share, total[3] * share)});
     }
@@ -198,7 +209,7 @@ DEVICE void put_together(const Step& step, const Piece& piece, int kv_head) {
 DEVICE void merge(const Step& step, const Shared& here, const Piece& piece, int kv_head, int others) {
     meet_threads(2, WORKERS);
     if (my_thread() == 0) {
-        int* arrived = step.arrivals + piece.row * KV_HEADS + kv_head;
+        int* arrived = step.arrivals + piece.first_row * KV_HEADS + kv_head;
         const bool is_last = add_one(arrived) == others;
         if (is_last) clear(arrived);
         keep_word(here.is_last, is_last);
@@ -230,7 +241,7 @@ DEVICE void prepare_all(const Step& step, const Shared& here, const Piece& piece
         if (round > 0) ask(angles, norm, task);  // the same, as a rule
         if (task.what != Task::VALUE) turn(heads[round], angles, norm, step.eps);
         heads[round].keep(here.queries, round * (WORKERS / FOUR) + my_thread() / FOUR, part);
-        if (task.what != Task::QUERY && task.row == piece.row) write_kv(heads[round], step, task, kv_head, part);
+        if (task.what != Task::QUERY && task.row == piece.first_row) write_kv(heads[round], step, task, kv_head, part);
     }
 }
 
@@ -247,7 +258,8 @@ DEVICE void place_new(const Step& step, const Shared& here, const Piece& piece, 
 }
 
 DEVICE void attend(const Step& step, const Shared& here, const Piece& piece, int kv_head, Turn& turn) {
-    const int length = piece.end - piece.begin, others = step.starts[piece.row + 1] - step.starts[piece.row] - 1;
+    const int length = piece.end - piece.begin;
+    const int others = step.merges ? step.starts[piece.first_row + 1] - step.starts[piece.first_row] - 1 : 1;
     prepare_all(step, here, piece, kv_head);
     Sums sums;
     for (int chunk = 0; chunk < piece.num_chunks; chunk++, turn.next()) {
@@ -268,7 +280,7 @@ DEVICE void attend(const Step& step, const Shared& here, const Piece& piece, int
     sums.add_up();
     give(sums, step, piece, kv_head, 0, others == 0);
     give(sums, step, piece, kv_head, 1, others == 0);
-    if (others > 0) merge(step, here, piece, kv_head, others);
+    if (step.merges && others > 0) merge(step, here, piece, kv_head, others);
 }
 
 KERNEL_OF_TWO(THREADS) compute(GIVEN Step step) {

@@ -15,7 +15,7 @@ from segue.model.batch import Batch
 from segue.model.cuda import choosing, kernels, recording
 from segue.model.cuda.backend import FEW_ROWS, Attention, CudaBackend, Pieces, Tiles
 from segue.model.cuda.buffers import TAIL, Buffers, Fields, parts
-from segue.model.cuda.fused import Alike
+from segue.model.cuda.fused import Beams
 from segue.model.cuda.inputs import TILE_FIELDS, Inputs, make_inputs
 from segue.model.cuda.recording import Recorded
 from segue.model.cuda.sampling import Draws, draw_now, draws
@@ -84,7 +84,7 @@ class _Kind(NamedTuple):
     has_tails: bool = False
     merged_rows: int = 0  # of the first rows, whose pieces are to be put together
     num_items: int = 0
-    each: int = 0  # of items, as `Alike` says
+    each: int = 0  # of items, as `Beams` says
     has_head: bool = True
     num_candidates: int = 0  # of each row, that a search looks at
 
@@ -348,7 +348,7 @@ class CudaSteps:
             there.starts,
             there.contexts,
             Tiles(there.tiles.view(-1, TILE_FIELDS)[: kind.num_tiles], there.counts[2:]) if kind.num_tiles else None,
-            _alike(kind.num_items, kind.each, there, has_tails=kind.has_tails),
+            _beams(kind.num_items, kind.each, there),
             tables,
             self._sums,
             self._logs,
@@ -429,7 +429,7 @@ class CudaSteps:
             there.starts,
             there.contexts,
             Tiles(there.tiles, there.counts[2:]) if len(inputs.tiles) else None,
-            _alike(*_room_for_items(inputs), there, has_tails=inputs.tails.size > 0),
+            _beams(*_room_for_items(inputs), there),
             there.tables,
             torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device),
             torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device),
@@ -460,18 +460,18 @@ def _pieces(has_own: bool, group_rows: int, there: Fields[Tensor]) -> Pieces | N
 
 
 def _room_for_items(inputs: Inputs) -> tuple[int, int]:
-    """How many, so that kinds are few, and how much of what rows have for themselves is put side by side."""
+    """How many, so that kinds are few, and how much of what beams have for themselves is put side by side."""
     count = len(inputs.items)
     if not count:
         return 0, 0
-    return 1 << (count - 1).bit_length(), 4 if 0 < inputs.tails.shape[1] <= 4 else 16
+    return 1 << (count - 1).bit_length(), 4 if inputs.tails.shape[1] <= 4 else 16
 
 
-def _alike(room: int, each: int, there: Fields[Tensor], *, has_tails: bool) -> Alike | None:
+def _beams(room: int, each: int, there: Fields[Tensor]) -> Beams | None:
     if not room:
         return None
-    tails = (there.tails.view(len(there.tail_counts), -1), there.tail_counts) if has_tails else None
-    return Alike(there.items, there.counts[3:], tails, room, each)
+    tails = there.tails.view(len(there.tail_counts), -1), there.tail_counts
+    return Beams(there.items, there.counts[3:], tails, room, each)
 
 
 def _copies_itself(kind: _Kind, num_copies: int = 0) -> bool:

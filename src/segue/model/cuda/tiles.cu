@@ -3,10 +3,9 @@
 //     begin |---- chunks that all rows see whole ----|---- a chunk or two, up to which depends on the row ----| end: the tile's last token
 //
 // A program does a tile for one head, and then others that nobody has taken, until none is left. Two warpgroups multiply, 64 rows each.
-// One warp copies: keys and values, 128 tokens at a time, in a ring of stages, and with the first of them queries; it goes on to the
-// next tile while this one's rows are written. A warpgroup asks for a chunk's products of queries and keys, and with them for those of
-// the weights of the chunk before and their values. The two take turns to ask: while one works out weights, what the other asked for
-// is multiplied.
+// One warp copies: queries, and then keys and values, 128 tokens at a time, in a ring of stages; it goes on to the next tile while this
+// one's last chunks are multiplied, and its rows written. A warpgroup asks for a chunk's products of queries and keys, and with them for
+// those of the weights of the chunk before and their values. The two take turns to ask: while one works out weights, what the other asked for is multiplied.
 //
 // It is compiled for HEADS and KV_HEADS, DIM (64 or 128), SIZE (of a block), STAGES, FIELDS (of a tile).
 
@@ -17,7 +16,7 @@ constexpr int BOX = SIZE < 64 ? SIZE : 64;                // tokens that are cop
 constexpr int PLANE = CHUNK * 128, TILE_BYTES = HALVES * PLANE;
 static_assert(CHUNK / BOX * HALVES <= 32 && CHUNK == 2 * ROWS);
 constexpr int GROUP = 128, WORKERS = 2 * GROUP, THREADS = WORKERS + GROUP;  // of the last ones a warp copies
-constexpr int AHEAD = 1;                                                    // tiles whose queries there is room for: more chunks are better
+constexpr int AHEAD = 2;                                                    // tiles whose queries there is room for
 enum { ALL_MET = 1, MENDED, MET, TURN = MET + 2 };                          // names of meetings; the last two are of each warpgroup
 
 struct Step {
@@ -151,13 +150,13 @@ DEVICE void bring_all(const Step& step, const Shared& here) {
         Box box(step, tile, table, 0);
         wait_for_kernel_before();
         int before = 0;
+        if (is_first_lane) {
+            bring_queries(step, here, tile, ahead);
+            before = take_one(step.taken);
+        }
         for (int chunk = 0; chunk < tile.num_chunks; chunk++, turn.next()) {
             box.bring(here.keys, &step.keys, turn);
             box.bring(here.values, &step.values, turn);
-            if (chunk == 0 && is_first_lane) {  // queries come where those of the tile before are until it is done
-                bring_queries(step, here, tile, ahead);
-                before = take_one(step.taken);
-            }
             if (chunk + 1 < tile.num_chunks) box = Box(step, tile, table, chunk + 1);
         }
         before = of_lane(before, 0);
@@ -259,7 +258,7 @@ DEVICE void mend(const Tile& tile, u32 values) {
         keep_words(octet_at(values, left + item / (DIM / 8), item % (DIM / 8) * 8), zeros);
     }
     fence_products();
-    meet_threads(MENDED, readers);
+    meet_threads(is_alone ? MET + my_group() : MENDED, readers);  // who is alone may be a tile behind
 }
 
 // By way of where the warpgroup's queries were, so that lines are written whole.

@@ -19,7 +19,7 @@ from segue.model.spec import ModelSpec
 ROWS = 128  # of a tile, at most; tokens at once
 THREADS = 384
 _ALL_BYTES = 227 * 1024
-_AHEAD = 1  # tiles of queries
+_AHEAD = 2  # tiles of queries
 _MOST_STAGES = 4
 _LOG2E = 1.4426950408889634
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 PIECE = 128
-SHARED_PIECE, MUCH_SHARED = 192, 1024  # of a shared stretch of more tokens than that
+SHARED_PIECE, MUCH_SHARED = 256, 1024  # of a shared stretch of more tokens than that
 ONLY_PIECE = 64  # of the only shared stretch, of fewer
 WHOLE = 256  # tokens that are not cut
 MOST_PIECES = 32  # of one stretch; a long one has longer pieces
@@ -103,7 +103,7 @@ def plan_work(
 
 
 def plan_items(groups: Sequence[Group], most: int) -> IntArray:
-    """Of rows that all belong to a group: items of `most` rows at most, written as pieces are."""
+    """Of beams: items of `most` rows at most, written as pieces are."""
     items = [
         (first, min(most, group.first_row + group.num_rows - first), group.table, 0, group.num_shared, 0, 0)
         for group in groups

@@ -1,16 +1,16 @@
-// Attention of rows that begin alike, over paged KV: forks of a state, beams, a common system prompt. With all that lies between the
-// product before it and the one after it: norms and rotation of queries and keys, and new KV on its way to the cache.
+// Attention of beams over paged KV, with all that lies between the product before it and the one after it: norms and rotation of queries
+// and keys, and new KV on its way to the cache.
 //
-// An item is up to 64 lanes, heads of one KV head times rows that share a stretch of KV, or nothing. A cluster of RANKS programs does
-// it: each sees a part of what is shared for all lanes, and what rows have for themselves for its own ones, in boxes of 16 tokens:
+// An item is up to 64 lanes, heads of one KV head times beams that share a stretch of KV. A cluster of RANKS programs does it: each sees
+// a part of what is shared for all lanes, and what beams have for themselves for its own ones, in boxes of 16 tokens:
 //
-//     | newest: OWN_ROWS rows, `each` tokens of each | older: 16 of each row, and again | its part of what is shared |
+//     | newest: OWN_ROWS beams, `each` tokens of each | older: 16 of each beam, and again | its part of what is shared |
 //
 // In the end the program of rank r is sent what the others have of its LINES lanes, puts it together in the order of ranks, and writes
 // these. All but this step's own tokens is asked for while the kernel before still runs.
 //
-// What a row has for itself is in slots that it lists (beams), or lies behind what is shared in a table of its own. A row's last token is
-// this step's: its key and value are made out of the product, and go to the cache.
+// What a beam has for itself is in slots that it lists. The last one is this step's: its key and value are made out of the product, and
+// go to the cache.
 //
 // It is compiled for what attention.h says, FIELDS (of an item) and RANKS: 2, 4 or 8.
 
@@ -18,7 +18,6 @@
 
 constexpr int BOX = 16, BOXES = CHUNK / BOX;                    // of a chunk
 constexpr int LINES = LANES / RANKS, OWN_ROWS = LINES / GROUP;  // that a program finishes
-constexpr int MOST_AHEAD = 16;                                    // chunks that are asked for before the kernel's turn
 constexpr int LINE_BYTES = DIM * 4, PEAK_BYTES = 8;
 static_assert(GROUP % 2 == 0 && LINES % GROUP == 0);
 
@@ -29,7 +28,7 @@ struct Step {
     const u16 *q_norm, *k_norm;
     const float *cosines, *sines;  // [positions, DIM / 2]
     const int *positions, *slots, *tables, *items, *num_items;
-    const int *tails, *tail_counts;  // slots of each row, and how many; or null
+    const int *tails, *tail_counts;  // slots of each row, and how many
     float scale, eps;                // the scale is for exponentials to base 2
     int table_stride, tail_stride, shift;  // `each` is two to the power of `shift`: 4 or 16
 };
@@ -54,14 +53,14 @@ static_assert(LANES * (LINE_BYTES + PEAK_BYTES) <= STAGES * STAGE_BYTES);
 // What a program sees of its item.
 struct View {
     const Step& step;
-    int first_row, num_rows, table, shared, kv_head;  // `shared`: tokens of each row
+    int first_row, num_rows, table, kv_head;
     int first_own;                                    // of the rows that it finishes
     int newest, older, begin, total;                  // boxes; `begin`: of what is shared, its first
     int stop;                                         // of what is shared, the end of its part
 
     DEVICE View(const Step& given, const int* item, int head, int rank) : step(given) {
-        first_row = item[0], num_rows = item[1], table = item[2], shared = item[4], kv_head = head, first_own = rank * OWN_ROWS;
-        const int boxes = (shared + BOX - 1) / BOX, end = boxes * (rank + 1) / RANKS;
+        first_row = item[0], num_rows = item[1], table = item[2], kv_head = head, first_own = rank * OWN_ROWS;
+        const int shared = item[4], boxes = (shared + BOX - 1) / BOX, end = boxes * (rank + 1) / RANKS;
         begin = boxes * rank / RANKS, stop = shared < end * BOX ? shared : end * BOX;
         newest = ((OWN_ROWS << step.shift) + BOX - 1) / BOX, older = 0;
         for (int row = 0; row < OWN_ROWS; row++) {
@@ -78,7 +77,7 @@ struct View {
     DEVICE int count(int row) const {  // of tokens that it has for itself
         const int at = first_own + row;
         if (at >= num_rows) return 0;
-        return step.tails ? step.tail_counts[first_row + at] : step.positions[first_row + at] + 1 - shared;
+        return step.tail_counts[first_row + at];
     }
     DEVICE int first_of_newest(int count) const { return count ? (count - 1) >> step.shift << step.shift : 0; }
 
@@ -101,27 +100,26 @@ struct View {
     }
 };
 
-// The copying warp: half of its lanes copy keys, the others values. A lane has a line of each box, or half of the whole box.
+// The copying warp: half of its lanes copy keys, the others values. A lane has a line of each box, or half of all of a shared one.
 
 struct Source {
     u32 line;
-    bool is_there, is_whole;
+    bool is_there, is_shared;
 };
 
 // Where a lane's part of a box comes from. What each row has for itself is told by the lane of that number.
 DEVICE Source source_of(const View& view, int box, int own_count) {
     const Step& step = view.step;
-    const int line = my_thread() % 16, row = view.is_shared(box) ? 0 : view.row_of(box, line);
+    const bool is_shared = view.is_shared(box);
+    const int line = my_thread() % 16, row = is_shared ? 0 : view.row_of(box, line);
     const int told = of_lane(own_count, row), own = row < OWN_ROWS ? told : 0;
-    const bool is_shared = view.is_shared(box), is_listed = step.tails && !is_shared;
-    const int token = is_shared ? view.shared_token(box) : view.token_of(box, is_listed ? line : 0, own);
+    const int token = is_shared ? view.shared_token(box) : view.token_of(box, line, own);
     bool is_there = box < view.total && token < (is_shared ? view.stop : view.end_of(box, own));
-    is_there = is_there && (is_shared || token != own - 1) && (is_listed || line < HALVES);  // a row's last token is new
-    const int at = is_shared ? view.table : view.first_row + view.first_own + row, place = is_shared ? token : view.shared + token;
-    const int* from = is_listed ? step.tails + at * step.tail_stride + token : step.tables + at * step.table_stride + place / SIZE;
+    is_there = is_there && (is_shared ? line < HALVES : token != own - 1);  // a row's last token is new
+    const int* from = is_shared ? step.tables + view.table * step.table_stride + token / SIZE
+                                : step.tails + (view.first_row + view.first_own + row) * step.tail_stride + token;
     const int found = is_there ? *from : 0;
-    const u32 there = is_listed ? line_of(found / SIZE, found % SIZE, view.kv_head) : line_of(found, place % SIZE, view.kv_head);
-    return {there, is_there, !is_listed};
+    return {is_shared ? line_of(found, token % SIZE, view.kv_head) : line_of(found / SIZE, found % SIZE, view.kv_head), is_there, is_shared};
 }
 
 DEVICE void bring(const View& view, const Shared& here, int chunk, int own_count) {
@@ -137,7 +135,7 @@ DEVICE void bring(const View& view, const Shared& here, int chunk, int own_count
     for (int at = 0; at < BOXES; at++) {
         const Source& source = sources[at];
         if (!source.is_there) continue;
-        if (source.is_whole) {
+        if (source.is_shared) {
             expect(barrier, BOX * 128);
             copy_tokens(tile + line * PLANE + at * (BOX * 128), is_value ? &view.step.values : &view.step.keys, 64 * line, int(source.line), barrier);
         } else {
@@ -152,71 +150,62 @@ DEVICE void bring(const View& view, const Shared& here, int chunk, int own_count
     if (my_thread() == WORKERS) arrive(barrier);
 }
 
-DEVICE const u16* of_product(const Step& step, int row, int head, int part) {
-    return step.qkv + (u64(row) * ALL_HEADS + head) * DIM + part * PART;
-}
+DEVICE int my_part() { return my_thread() % FOUR; }
+DEVICE const u16* of_product(const Step& step, int row, int head) { return step.qkv + (u64(row) * ALL_HEADS + head) * DIM + my_part() * PART; }
 
-// New keys and values: of each row that this program finishes both, by four lanes of the copying warp each. They go to the cache, and
-// to their places among what the program sees: these are in the first stages, and what else is there has come.
-DEVICE void put_new(const View& view, const Shared& here) {
-    constexpr int AT_ONCE = 32 / FOUR, ROUNDS = (2 * OWN_ROWS + AT_ONCE - 1) / AT_ONCE;  // of keys and values; AT_ONCE is even
-    const Step& step = view.step;
-    const int part = my_thread() % FOUR, first = my_thread() % 32 / FOUR;
-    const bool is_value = first % 2;
-    int slots[ROUNDS], lines[ROUNDS];
+// A key or a value of a row that this program finishes, for four threads. It goes to the cache, and to its place among what the program
+// sees: that is in the first stages, and what else is there has come.
+struct New {
+    bool is_there = false, is_value = false;
+    int row = 0, slot = 0, line = 0;
     Angles angles;
-    Head norm, heads[ROUNDS];
-#pragma unroll
-    for (int round = 0; round < ROUNDS; round++) {
-        const int own = (round * AT_ONCE + first) / 2, row = view.first_row + view.first_own + own;
-        lines[round] = -1;  // of nobody
-        if (own >= OWN_ROWS || view.first_own + own >= view.num_rows) continue;
-        slots[round] = step.slots[row], lines[round] = (own << step.shift) + view.in_turn(view.count(own) - 1);
-        wait_for(here.full + 8 * (lines[round] / CHUNK), 0);
-    }
-    const auto ask = [&](int row) { angles.load(step.cosines, step.sines, step.positions[row], part); };
-    if (HAS_NORM) norm.load(step.k_norm + part * PART);
-    if (!is_value && lines[0] >= 0) ask(view.first_row + view.first_own + first / 2);
-    wait_for_kernel_before();
-#pragma unroll
-    for (int round = 0; round < ROUNDS; round++) {
-        const int row = view.first_row + view.first_own + (round * AT_ONCE + first) / 2;
-        if (lines[round] >= 0) heads[round].load(of_product(step, row, HEADS + is_value * KV_HEADS + view.kv_head, part));
-    }
-#pragma unroll
-    for (int round = 0; round < ROUNDS; round++) {
-        const int row = view.first_row + view.first_own + (round * AT_ONCE + first) / 2, line = lines[round], slot = slots[round];
-        if (line < 0) continue;
-        if (!is_value) {
-            if (round > 0) ask(row);
-            turn(heads[round], angles, norm, step.eps);
-        }
-        heads[round].keep(is_value ? here.values(line / CHUNK) : here.keys(line / CHUNK), line % CHUNK, part);
-        u16* cache = is_value ? step.v_cache : step.k_cache;
-        heads[round].store(cache + u64(line_of(slot / SIZE, slot % SIZE, view.kv_head)) * DIM + part * PART);
-    }
-}
+    Head norm, head;
 
-// What there is no stage for yet comes as far as the second cache.
-DEVICE void ask_ahead(const View& view, int chunk, int own_count) {
-    const int line = my_thread() % 16;
-    const bool is_value = my_thread() % 32 / 16;
-#pragma unroll
-    for (int at = 0; at < BOXES; at++) {
-        const Source source = source_of(view, chunk * BOXES + at, own_count);
-        if (source.is_there && source.is_whole) prefetch_tokens(is_value ? &view.step.values : &view.step.keys, 64 * line, int(source.line));
+    New() = default;
+    DEVICE New(const View& view, int number) {
+        const Step& step = view.step;
+        const int own = number / 2;
+        is_there = own < OWN_ROWS && view.first_own + own < view.num_rows, is_value = number % 2;
+        if (!is_there) return;
+        row = view.first_row + view.first_own + own, slot = step.slots[row];
+        line = (own << step.shift) + view.in_turn(view.count(own) - 1);
+        if (is_value) return;
+        angles.load(step.cosines, step.sines, step.positions[row], my_part());
+        if (HAS_NORM) norm.load(step.k_norm + my_part() * PART);
     }
+    DEVICE void load(const View& view) {
+        if (is_there) head.load(of_product(view.step, row, HEADS + is_value * KV_HEADS + view.kv_head));
+    }
+    DEVICE void put(const View& view, const Shared& here) {
+        if (!is_there) return;
+        if (!is_value) turn(head, angles, norm, view.step.eps);
+        head.keep(is_value ? here.values(line / CHUNK) : here.keys(line / CHUNK), line % CHUNK, my_part());
+        u16* cache = is_value ? view.step.v_cache : view.step.k_cache;
+        head.store(cache + u64(line_of(slot / SIZE, slot % SIZE, view.kv_head)) * DIM + my_part() * PART);
+    }
+};
+
+// Where they are few, the copying warp makes them, while others are busy with queries.
+constexpr bool COPIER_MAKES_NEW = 2 * OWN_ROWS * FOUR <= 32;
+static_assert(2 * OWN_ROWS * FOUR <= WORKERS);
+
+DEVICE void make_new(const View& view, const Shared& here) {
+    New mine(view, my_thread() % 32 / FOUR);
+    if (mine.is_there) wait_for(here.full + 8 * (mine.line / CHUNK), 0);
+    wait_for_kernel_before();
+    mine.load(view);
+    mine.put(view, here);
+    fence_products();
 }
 
 DEVICE void bring_all(const View& view, const Shared& here) {
     const int lane = my_thread() % 32, own_count = lane < OWN_ROWS ? view.count(lane) : 0;
     int chunk = 0;
     for (; chunk < STAGES && chunk < view.num_chunks(); chunk++) bring(view, here, chunk, own_count);
-    for (int later = chunk; later < view.num_chunks() && later < MOST_AHEAD; later++) ask_ahead(view, later, own_count);
-    put_new(view, here);
-    fence_products();
+    if (COPIER_MAKES_NEW) make_new(view, here);
     arrive_threads(2, THREADS);
     for (; chunk < view.num_chunks(); chunk++) bring(view, here, chunk, own_count);
+    let_next_kernel_begin();  // no earlier: weights that it asks for would come first
 }
 
 // Queries
@@ -229,28 +218,31 @@ DEVICE void clear_nobodys(const View& view, const Shared& here, int chunk) {
     for (int octet = my_thread() / CHUNK; octet < DIM / 8; octet += WORKERS / CHUNK) keep_words(octet_at(here.values(chunk), line, octet * 8), zeros);
 }
 
-// Four threads have two heads of a row.
+// Four threads have two heads of a row, and, where there is much that is new, a part of that.
 DEVICE void prepare(const View& view, const Shared& here) {
     const Step& step = view.step;
-    const int part = my_thread() % FOUR, lane = my_thread() / FOUR * 2, at = lane / GROUP, row = view.first_row + at;
+    const int lane = my_thread() / FOUR * 2, at = lane / GROUP, row = view.first_row + at;
+    const bool is_there = at < view.num_rows;
     Angles angles;
     Head norm, first, second;
-    if (at < view.num_rows) angles.load(step.cosines, step.sines, step.positions[row], part);
-    if (HAS_NORM) norm.load(step.q_norm + part * PART);
+    New mine;
+    if (is_there) angles.load(step.cosines, step.sines, step.positions[row], my_part());
+    if (HAS_NORM) norm.load(step.q_norm + my_part() * PART);
+    if (!COPIER_MAKES_NEW) mine = New(view, my_thread() / FOUR);
     for (int chunk = 0; chunk < STAGES && chunk < view.num_chunks(); chunk++) {
         wait_for(here.full + 8 * chunk, 0);
         clear_nobodys(view, here, chunk);
     }
     wait_for_cluster();  // so all of its programs have their barriers
     wait_for_kernel_before();
-    if (at >= view.num_rows) return;
     const int head = view.kv_head * GROUP + lane % GROUP;
-    first.load(of_product(step, row, head, part));
-    second.load(of_product(step, row, head + 1, part));
+    if (is_there) first.load(of_product(step, row, head)), second.load(of_product(step, row, head + 1));
+    if (!COPIER_MAKES_NEW) mine.load(view), mine.put(view, here);
+    if (!is_there) return;
     turn(first, angles, norm, step.eps);
-    first.keep(here.queries, lane, part);
+    first.keep(here.queries, lane, my_part());
     turn(second, angles, norm, step.eps);
-    second.keep(here.queries, lane + 1, part);
+    second.keep(here.queries, lane + 1, my_part());
 }
 
 // Where four numbers of a line are, of those that come from one program: next to each other for all threads that send them at once.
@@ -347,8 +339,8 @@ DEVICE void attend(const View& view, const Shared& here, int rank) {
 KERNEL_OF_TWO(THREADS) compute(GIVEN Step step) {
     const Shared here;
     const int rank = int(my_rank()), item = my_program() / RANKS / KV_HEADS, kv_head = my_program() / RANKS % KV_HEADS;
-    let_next_kernel_begin();
     if (item >= *step.num_items) {
+        let_next_kernel_begin();
         wait_for_kernel_before();
         return;
     }

@@ -1,6 +1,6 @@
-// groups.cu on an emulated device, for ctypes.
+// beams.cu on an emulated device, for ctypes.
 
-#include <groups.cu>
+#include <beams.cu>
 
 extern "C" {
 
