@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from segue.model.cuda import driver, fused, tiles
+from segue.model.cuda import driver, fused, hopper, tiles
 
 _FOLDER = Path(__file__).parent / "cuda"
 _FLAGS = [
@@ -79,7 +79,7 @@ class EmulatedPieceKernel(_Emulated):
         self.slots = slots
 
     def attend(self, given, listed, *, scale, eps):
-        maps = [tensor_map(fused.kv_boxes(each, fused.CHUNK)) for each in (given.k_cache, given.v_cache)]
+        maps = [tensor_map(hopper.kv_boxes(each)) for each in (given.k_cache, given.v_cache)]
 
         def describe(given):
             return fused.piece_step(given, listed, *maps, scale=scale, eps=eps)
@@ -95,15 +95,16 @@ class EmulatedBeamKernel(_Emulated):
         super().__init__(emulator, kind, dtype, seed, source)
         self.ranks, self.units = ranks, units
 
-    def attend(self, given, beams, *, scale, eps):
+    def attend(self, given, items, *, scale, eps):
         caches = given.k_cache, given.v_cache
-        maps = [tensor_map(fused.kv_boxes(each, tokens)) for tokens in (fused.BOX, 1) for each in caches]
+        maps = [tensor_map(hopper.kv_boxes(each, tokens)) for tokens in (fused.BOX, 1) for each in caches]
 
         def describe(given):
-            return fused.beam_step(given, beams, *maps, scale=scale, eps=eps)
+            return fused.beam_step(given, items, *maps, scale=scale, eps=eps)
 
-        ranks = self.ranks or fused.ranks_of(self.kind, beams.room, beams.each, self.units)
-        stages, programs = fused.beam_layout(self.kind).stages, beams.room * self.kind.kv_heads * ranks
+        clusters = {ranks: 2 * self.units // ranks for ranks in fused.RANKS}
+        ranks = self.ranks or fused.ranks_of(self.kind, items.room, items.each, clusters)
+        stages, programs = fused.beam_layout(self.kind).stages, items.room * self.kind.kv_heads * ranks
         return self._run("beams", stages, ranks, given, describe, programs)
 
 
@@ -119,7 +120,7 @@ class EmulatedTileKernel:
         written = given[:3]
         given = given._replace(q=torch.full_like(given.q, torch.nan), k_cache=torch.full_like(given.k_cache, torch.nan),
                                v_cache=torch.full_like(given.v_cache, torch.nan))  # fmt: skip
-        boxes = tiles.query_boxes(given.q), *(fused.kv_boxes(each, fused.CHUNK) for each in given[1:3])
+        boxes = tiles.query_boxes(given.q), *(hopper.kv_boxes(each) for each in given[1:3])
         taken = torch.zeros(1, dtype=torch.int32)
         step = tiles.describe(given, taken, *map(tensor_map, boxes), scale=scale)
         assert ctypes.sizeof(step) == self._library.size_of_step()

@@ -8,7 +8,7 @@ import torch
 
 from segue import BeamParams, SamplingParams
 from segue.engine import Row, Sampling, SearchStep
-from segue.model.cuda.fused import Beams, Given, Kind, Listed
+from segue.model.cuda.fused import BeamItems, Given, Kind, Listed
 from segue.model.cuda.inputs import make_inputs
 
 EPS = 1e-6
@@ -130,7 +130,7 @@ class Case:
         sums, logs = (torch.full((*results, size), torch.nan, device=self.device) for size in (kind.dim, 2))
         if len(inputs.items):
             tails, each = (there["tails"], there["tail_counts"]), 4 if inputs.tails.shape[1] <= 4 else 16
-            how = Beams(there["items"], there["counts"][3:], tails, len(inputs.items) + self.spare, each)
+            how = BeamItems(there["items"], there["counts"][3:], tails, len(inputs.items) + self.spare, each)
         else:
             own, shared = (there[name] if len(there[name]) else None for name in ("own", "shared"))
             how = Listed(own, shared, there["counts"], there["starts"], sums, logs, arrivals)

@@ -304,8 +304,9 @@ def _backend(
                 tile_kernel=tile_kernel,
             )
             how = [dtype, *(["fp8 KV"] if kv_dtype else []), *(["exact"] if options.exact else []), *attention_note]
+            how += ["attention for Hopper"] if fused is not None else []
             how += [f"few rows by a library ({backend_here.missing})"] if backend_here.missing else []
-            return backend_here, f"Triton kernels on {device}, {', '.join(how)}"
+            return backend_here, f"our kernels on {device}, {', '.join(how)}"
         reason = missing
     if options.attention == "triton":
         raise UnsupportedModel(f"attention=triton needs our kernels on {device}: {reason}")

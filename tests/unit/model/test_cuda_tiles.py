@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.model.cuda import driver, tiles
+from segue.model.cuda import driver, hopper
 from segue.model.cuda.tiles import Kind
 from segue.model.tiny import tiny_spec
 from tests.emulator import EmulatedTileKernel, Emulator
@@ -114,12 +114,12 @@ def test_what_it_is_not_for_is_said(monkeypatch):
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     spec, device = replace(tiny_spec(), head_dim=64), torch.device("cuda")
-    assert tiles.why_not(spec, 16, torch.bfloat16, device) is None
-    assert "bf16 or fp16" in tiles.why_not(spec, 16, torch.float32, device)
-    assert "block_size" in tiles.why_not(spec, 48, torch.bfloat16, device)
-    assert "heads of" in tiles.why_not(tiny_spec(), 16, torch.bfloat16, device)
-    assert "see all" in tiles.why_not(replace(spec, windows=(None, 100, None)), 16, torch.bfloat16, device)
+    assert hopper.why_no_attention(spec, 16, torch.bfloat16, device) is None
+    assert "bf16 or fp16" in hopper.why_no_attention(spec, 16, torch.float32, device)
+    assert "block_size" in hopper.why_no_attention(spec, 48, torch.bfloat16, device)
+    assert "heads of" in hopper.why_no_attention(tiny_spec(), 16, torch.bfloat16, device)
+    assert "see all" in hopper.why_no_attention(replace(spec, windows=(None, 100, None)), 16, torch.bfloat16, device)
     capability = (10, 0)
-    assert "compute capability" in tiles.why_not(spec, 16, torch.bfloat16, device)
+    assert "compute capability" in hopper.why_no_attention(spec, 16, torch.bfloat16, device)
     assert tiles.kernel_for(spec, 16, torch.bfloat16, device) is None
     assert tiles.kernel_for(spec, 16, torch.bfloat16, torch.device("cpu")) is None

@@ -119,6 +119,7 @@ DEVICE void absorb(Sums& sums, u32 queries, u32 keys, u32 values, float scale, c
     }
     products_commit();
     products_wait<0>();
+    keep_order(weights);
     float peak[2] = {sums.peak[0], sums.peak[1]};
 #pragma unroll
     for (int eight = 0; eight < CHUNK / 8; eight++) {
@@ -160,4 +161,6 @@ DEVICE void absorb(Sums& sums, u32 queries, u32 keys, u32 values, float scale, c
             multiply_add_held(sums.total[half], held + 4 * sixteen, operand(values + half * PLANE) + sixteen * NEXT_SIXTEEN_LINES);
     products_commit();
     products_wait<0>();
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) keep_order(sums.total[half]);
 }

@@ -13,7 +13,7 @@ from segue.model.backend import Layer
 from segue.model.batch import Batch
 from segue.model.cuda import attention, kernels, products, tiles
 from segue.model.cuda.driver import CompilerMissing
-from segue.model.cuda.fused import LANES, Beams, Fused, Given, Listed
+from segue.model.cuda.fused import LANES, BeamItems, Fused, Given, Listed
 from segue.model.cuda.products import Products
 from segue.model.cuda.tiles import TileKernel
 from segue.model.spec import ModelSpec
@@ -28,7 +28,7 @@ class Pieces(NamedTuple):
 
     own: Tensor | None  # [pieces, FIELDS]
     shared: Tensor | None
-    counts: Tensor  # [2]
+    counts: Tensor  # of each
     group_rows: int  # of a shared piece, at most
 
 
@@ -42,8 +42,9 @@ class Tiles(NamedTuple):
 class Attention(NamedTuple):
     """All that attention must know of a step, the same for every layer. The last three are for what pieces give.
 
-    `tails`: slots that beams have for themselves, and how many each row has. `merged_rows`: the first so many have pieces that
-    are still to be put together; 0 if pieces do so themselves, because none is shared, and no row has a tail."""
+    `tails`: slots that beams have for themselves, and how many each row has, if they are not in `items`. `merged_rows`: the first
+    so many have pieces that are still to be put together; 0 if pieces do so themselves, because none is shared, and no row has
+    such a tail."""
 
     pieces: Pieces | None
     tails: tuple[Tensor, Tensor] | None
@@ -52,7 +53,7 @@ class Attention(NamedTuple):
     starts: Tensor
     contexts: Tensor
     tiles: Tiles | None
-    beams: Beams | None
+    items: BeamItems | None
     tables: Tensor
     sums: Tensor  # [results, heads, dim] fp32
     logs: Tensor  # [results, heads, 2] fp32
@@ -164,9 +165,9 @@ class CudaBackend(TorchBackend):
         norms = (layer.q_norm, layer.k_norm) if layer.q_norm is not None and layer.k_norm is not None else None
         tables, scale, eps = (self._cos, self._sin), self._spec.softmax_scale, self._spec.rms_eps
         given = Given(qkv, k_cache, v_cache, out, norms, *tables, batch.positions, batch.slots, step.tables)
-        if step.beams is not None:
+        if step.items is not None:
             assert self._fused is not None and self._fused.beams is not None
-            self._fused.beams.attend(given, step.beams, scale=scale, eps=eps)
+            self._fused.beams.attend(given, step.items, scale=scale, eps=eps)
         elif self._fused is not None and (listed := step.listed) is not None:
             self._fused.pieces.attend(given, listed, scale=scale, eps=eps)
         else:

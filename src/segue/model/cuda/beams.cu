@@ -7,7 +7,7 @@
 //     | newest: OWN_ROWS beams, `each` tokens of each | older: 16 of each beam, and again | its part of what is shared |
 //
 // In the end the program of rank r is sent what the others have of its LINES lanes, puts it together in the order of ranks, and writes
-// these. All but this step's own tokens is asked for while the kernel before still runs.
+// these. What there is room for, but for this step's own tokens, is asked for while the kernel before still runs.
 //
 // What a beam has for itself is in slots that it lists. The last one is this step's: its key and value are made out of the product, and
 // go to the cache.
@@ -26,10 +26,10 @@ struct Step {
     const u16* qkv;                                  // [rows, ALL_HEADS, DIM]
     u16 *k_cache, *v_cache, *out;
     const u16 *q_norm, *k_norm;
-    const float *cosines, *sines;  // [positions, DIM / 2]
+    const float *cosines, *sines;                    // [positions, DIM / 2]
     const int *positions, *slots, *tables, *items, *num_items;
-    const int *tails, *tail_counts;  // slots of each row, and how many
-    float scale, eps;                // the scale is for exponentials to base 2
+    const int *tails, *tail_counts;        // slots of each row, and how many
+    float scale, eps;                      // the scale is for exponentials to base 2
     int table_stride, tail_stride, shift;  // `each` is two to the power of `shift`: 4 or 16
 };
 
@@ -54,9 +54,9 @@ static_assert(LANES * (LINE_BYTES + PEAK_BYTES) <= STAGES * STAGE_BYTES);
 struct View {
     const Step& step;
     int first_row, num_rows, table, kv_head;
-    int first_own;                                    // of the rows that it finishes
-    int newest, older, begin, total;                  // boxes; `begin`: of what is shared, its first
-    int stop;                                         // of what is shared, the end of its part
+    int first_own;                    // of the rows that it finishes
+    int newest, older, begin, total;  // boxes; `begin`: of what is shared, its first
+    int stop;                         // of what is shared, the end of its part
 
     DEVICE View(const Step& given, const int* item, int head, int rank) : step(given) {
         first_row = item[0], num_rows = item[1], table = item[2], kv_head = head, first_own = rank * OWN_ROWS;
@@ -154,7 +154,7 @@ DEVICE int my_part() { return my_thread() % FOUR; }
 DEVICE const u16* of_product(const Step& step, int row, int head) { return step.qkv + (u64(row) * ALL_HEADS + head) * DIM + my_part() * PART; }
 
 // A key or a value of a row that this program finishes, for four threads. It goes to the cache, and to its place among what the program
-// sees: that is in the first stages, and what else is there has come.
+// sees: in the first stages, in a line that nothing else comes to.
 struct New {
     bool is_there = false, is_value = false;
     int row = 0, slot = 0, line = 0;
@@ -191,7 +191,6 @@ static_assert(2 * OWN_ROWS * FOUR <= WORKERS);
 
 DEVICE void make_new(const View& view, const Shared& here) {
     New mine(view, my_thread() % 32 / FOUR);
-    if (mine.is_there) wait_for(here.full + 8 * (mine.line / CHUNK), 0);
     wait_for_kernel_before();
     mine.load(view);
     mine.put(view, here);
@@ -328,8 +327,8 @@ DEVICE void attend(const View& view, const Shared& here, int rank) {
         if (my_thread() % 32 == 0) arrive(here.empty + 8 * stage);
     }
     sums.add_up();
-    arrive_at_cluster();
-    wait_for_cluster();  // so nobody looks at his ring any more
+    arrive_at_cluster();  // all that was written to the ring has been read by products that have ended
+    wait_for_cluster();   // so nobody looks at his any more
     send(here, sums, 0);
     send(here, sums, 1);
     wait_for_ranks(here.sent, 0);

@@ -36,8 +36,8 @@ class Fields(NamedTuple, Generic[T]):
     shared: T
     results: T
     tiles: T
-    items: T
     tables: T
+    items: T
     tails: T
 
 
@@ -78,8 +78,8 @@ class Buffers:
             shared=self.max_pieces * FIELDS,
             results=self.max_results,
             tiles=rows * TILE_FIELDS,
-            items=rows * FIELDS,
             tables=self.max_sequences * max_blocks,
+            items=rows * FIELDS,
             tails=rows * TAIL,
         )
         found, pin = parts(sizes), device.type == "cuda"
@@ -120,13 +120,14 @@ class Buffers:
         if count < size:
             there.starts[count + 1 : size + 1] = inputs.starts[-1]
         there.counts[:4], there.counts[4] = inputs.counts, len(copies)
-        for field, values in zip(there[10:15], inputs[8:13], strict=True):  # from own to items
+        for field, values in zip(there[10:14], inputs[8:12], strict=True):  # from own to tiles
             if values.size:
                 field[: values.size] = values.ravel()
         used, width = inputs.tables.shape
         there.tables.reshape(-1, self._max_blocks)[:used, :width] = inputs.tables
         upto = self._tables_at + used * self._max_blocks
         if inputs.tails.size:
+            there.items[: inputs.items.size] = inputs.items.ravel()
             there.tail_counts[:count] = inputs.tail_counts
             there.tail_counts[count:size] = 0
             there.tails.reshape(-1, TAIL)[: len(inputs.tails), : inputs.tails.shape[1]] = inputs.tails

@@ -96,15 +96,24 @@ class Kernel:
         for attribute, kind, values in zip(self._attributes, (_CLUSTER, _EARLY), ((cluster, 1, 1), (1,)), strict=True):
             attribute.kind = kind
             attribute.value[: len(values)] = values
-        self._threads = threads
+        self._threads, self._cluster = threads, cluster
 
     def launch(self, argument: ctypes.Structure, num_programs: int, shared_bytes: int) -> None:
         given = (c_void_p * 1)(ctypes.addressof(argument))
-        config = _Config(
+        config = self._config(num_programs, shared_bytes)
+        _check(_cuda().cuLaunchKernelEx(byref(config), self._function, given, None))
+
+    def most_clusters(self, shared_bytes: int) -> int:
+        """That the device has room for at once."""
+        count, config = c_int(), self._config(self._cluster, shared_bytes)
+        _check(_cuda().cuOccupancyMaxActiveClusters(byref(count), self._function, byref(config)))
+        return count.value
+
+    def _config(self, num_programs: int, shared_bytes: int) -> _Config:
+        return _Config(
             (num_programs, 1, 1), (self._threads, 1, 1), shared_bytes, torch.cuda.current_stream().cuda_stream,
             self._attributes, len(self._attributes),
         )  # fmt: skip
-        _check(_cuda().cuLaunchKernelEx(byref(config), self._function, given, None))
 
 
 def tensor_map(boxes: Boxes, dtype: torch.dtype) -> Any:

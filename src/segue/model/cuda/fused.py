@@ -4,25 +4,27 @@ see (`pieces.cu`), and of beams (`beams.cu`)."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import c_float, c_int, c_void_p
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from segue.model.cuda import driver
-from segue.model.cuda.driver import Boxes, TensorMap
+from segue.model.cuda import driver, hopper
+from segue.model.cuda.driver import TensorMap
+from segue.model.cuda.hopper import CHUNK, LOG2E, addresses, kv_boxes
 from segue.model.cuda.inputs import FEW
-from segue.model.cuda.work import BOX, FIELDS
+from segue.model.cuda.work import FIELDS
 from segue.model.spec import ModelSpec
 
-LANES, CHUNK = 64, 64  # query heads times rows, at most; tokens at once
+LANES = 64  # query heads times rows, at most
+BOX = 16  # tokens that beams' items are made of
 THREADS = 160
 RANKS = (8, 4, 2)  # programs of a cluster
 _HALF_BYTES = 113 * 1024  # so that two programs are on a multiprocessor, of which one may be of the next kernel
 _MOST_STAGES = 8
-_LOG2E = 1.4426950408889634
 
 
 def _pointers(names: str) -> list[tuple[str, Any]]:
@@ -86,7 +88,8 @@ class Kind(NamedTuple):
 
     @property
     def has_beams(self) -> bool:
-        """Whether there is a kernel for beams: two heads of a row are prepared by the same threads."""
+        """Whether there is a kernel for beams: two heads of a row are prepared by the same threads, and each of eight programs
+        finishes whole rows."""
         return self.group in (2, 4, 8)
 
     @property
@@ -119,12 +122,16 @@ def beam_layout(kind: Kind) -> Layout:
     return layout(kind, 8)
 
 
-def ranks_of(kind: Kind, room: int, each: int, units: int) -> int:
-    """Programs for each of so many items: as many as there is room for at once, but enough for what is newest of each of a
-    program's rows to be in its first stages."""
+def possible_ranks(kind: Kind, each: int) -> list[int]:
+    """Programs that an item can have: enough for what is newest of each of a program's rows to be in its first stages."""
     first = beam_layout(kind).stages * CHUNK
-    possible = [ranks for ranks in RANKS if LANES // ranks // kind.group * each <= first]
-    return next((ranks for ranks in possible if room * kind.kv_heads * ranks <= 2 * units), possible[-1])
+    return [ranks for ranks in RANKS if LANES // ranks // kind.group * each <= first]
+
+
+def ranks_of(kind: Kind, room: int, each: int, clusters: Mapping[int, int]) -> int:
+    """Of each of so many items, where a device has room for so many clusters of each size at once: as many as fit."""
+    possible = possible_ranks(kind, each)
+    return next((ranks for ranks in possible if room * kind.kv_heads <= clusters[ranks]), possible[-1])
 
 
 class Given(NamedTuple):
@@ -144,7 +151,7 @@ class Given(NamedTuple):
     @property
     def pointers(self) -> list[int | None]:
         q_norm, k_norm = self.norms or (None, None)
-        return _addresses(*self[:4], q_norm, k_norm, *self[5:])
+        return addresses(*self[:4], q_norm, k_norm, *self[5:])
 
 
 class Listed(NamedTuple):
@@ -159,7 +166,7 @@ class Listed(NamedTuple):
     arrivals: Tensor
 
 
-class Beams(NamedTuple):
+class BeamItems(NamedTuple):
     """Items of beams, with `room` for so many. What beams have for themselves is in slots that they list; `each`: tokens of it
     that are put side by side, 4 if no beam has more, or 16."""
 
@@ -170,73 +177,57 @@ class Beams(NamedTuple):
     each: int
 
 
-def kv_boxes(cache: Tensor, tokens: int) -> Boxes:
-    """So many of a block's tokens of one head, or all of them, and 64 numbers of each."""
-    blocks, kv_heads, size, dim = cache.shape
-    return Boxes(cache.data_ptr(), (dim, blocks * kv_heads * size), (2 * dim,), (64, min(size, tokens)))
-
-
 def piece_step(given: Given, listed: Listed, keys: Any, values: Any, *, scale: float, eps: float) -> PieceStep:
     """Pieces put themselves together where none is shared."""
-    pointers = (*given.pointers, *_addresses(*listed))
-    return PieceStep(keys, values, *pointers, scale * _LOG2E, eps, given.tables.stride(0), int(listed.shared is None))
+    pointers = (*given.pointers, *addresses(*listed))
+    return PieceStep(keys, values, *pointers, scale * LOG2E, eps, given.tables.stride(0), int(listed.shared is None))
 
 
-def beam_step(given: Given, beams: Beams, *maps: Any, scale: float, eps: float) -> BeamStep:
-    tails, counts = beams.tails
-    pointers = (*given.pointers, *_addresses(beams.items, beams.num_items, tails, counts))
+def beam_step(given: Given, items: BeamItems, *maps: Any, scale: float, eps: float) -> BeamStep:
+    tails, counts = items.tails
+    pointers = (*given.pointers, *addresses(items.items, items.num_items, tails, counts))
     strides = given.tables.stride(0), tails.stride(0)
-    return BeamStep(*maps, *pointers, scale * _LOG2E, eps, *strides, beams.each.bit_length() - 1)
+    return BeamStep(*maps, *pointers, scale * LOG2E, eps, *strides, items.each.bit_length() - 1)
 
 
-def _addresses(*tensors: Tensor | None) -> list[int | None]:
-    assert all(each is None or each.is_contiguous() for each in tensors)
-    return [each.data_ptr() if each is not None else None for each in tensors]
-
-
-class _Kernels:
-    """For caches of one type and shape."""
+class PieceKernel:
+    """In pieces, of caches of one type and shape."""
 
     def __init__(self, kind: Kind, dtype: torch.dtype, device: torch.device) -> None:
-        self.kind, self._dtype, self._device = kind, dtype, device
-        self._units = torch.cuda.get_device_properties(device).multi_processor_count
+        self.kind, self._layout = kind, piece_layout(kind)
+        units = torch.cuda.get_device_properties(device).multi_processor_count
+        self._programs = max(2 * units // kind.kv_heads, 1) * kind.kv_heads
+        macros = kind.macros(dtype) | {"STAGES": self._layout.stages}
+        self._kernel = hopper.kernel("pieces.cu", macros, 1, THREADS, device)
         self._encode = lru_cache(maxsize=4096)(lambda boxes: driver.tensor_map(boxes, dtype))
-
-
-class PieceKernel(_Kernels):
-    """In pieces."""
-
-    def __init__(self, kind: Kind, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(kind, dtype, device)
-        self._programs = max(2 * self._units // kind.kv_heads, 1) * kind.kv_heads
-        self._layout = piece_layout(kind)
-        self._kernel = _kernel("pieces.cu", kind, 1, self._layout.stages, dtype, device)
 
     def attend(self, given: Given, listed: Listed, *, scale: float, eps: float) -> None:
         """Rows whose pieces are all their own are done in `out`; for the others `sums` and `logs` are."""
-        maps = [self._encode(kv_boxes(each, CHUNK)) for each in (given.k_cache, given.v_cache)]
+        maps = [self._encode(kv_boxes(each)) for each in (given.k_cache, given.v_cache)]
         step = piece_step(given, listed, *maps, scale=scale, eps=eps)
         self._kernel.launch(step, self._programs, self._layout.shared_bytes)
 
 
-class BeamKernel(_Kernels):
-    """Of rows that begin beams."""
+class BeamKernel:
+    """Of beams, whose caches are of one type and shape."""
 
     def __init__(self, kind: Kind, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(kind, dtype, device)
-        self._layout = beam_layout(kind)
-        for ranks in RANKS:  # so that what does not compile is known at the start
-            self._kernel(ranks)
+        self.kind, self._layout = kind, beam_layout(kind)
+        self._encode = lru_cache(maxsize=4096)(lambda boxes: driver.tensor_map(boxes, dtype))
+        macros = kind.macros(dtype) | {"STAGES": self._layout.stages}
+        self._kernels = {
+            ranks: hopper.kernel("beams.cu", macros | {"RANKS": ranks}, ranks, THREADS, device) for ranks in RANKS
+        }
+        self._clusters = {
+            ranks: kernel.most_clusters(self._layout.shared_bytes) for ranks, kernel in self._kernels.items()
+        }
 
-    def _kernel(self, ranks: int) -> driver.Kernel:
-        return _kernel("beams.cu", self.kind, ranks, self._layout.stages, self._dtype, self._device)
-
-    def attend(self, given: Given, beams: Beams, *, scale: float, eps: float) -> None:
+    def attend(self, given: Given, items: BeamItems, *, scale: float, eps: float) -> None:
         """What comes of each row to `out`."""
         maps = [self._encode(kv_boxes(each, tokens)) for tokens in (BOX, 1) for each in (given.k_cache, given.v_cache)]
-        step = beam_step(given, beams, *maps, scale=scale, eps=eps)
-        ranks = ranks_of(self.kind, beams.room, beams.each, self._units)
-        self._kernel(ranks).launch(step, beams.room * self.kind.kv_heads * ranks, self._layout.shared_bytes)
+        step = beam_step(given, items, *maps, scale=scale, eps=eps)
+        ranks = ranks_of(self.kind, items.room, items.each, self._clusters)
+        self._kernels[ranks].launch(step, items.room * self.kind.kv_heads * ranks, self._layout.shared_bytes)
 
 
 class Fused(NamedTuple):
@@ -249,7 +240,7 @@ class Fused(NamedTuple):
 def kernels_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> Fused | None:
     """None if they are not for such a model, blocks or device. `CompilerMissing` if they are, but nothing here compiles or loads
     them."""
-    if device.type != "cuda" or why_not(spec, block_size, dtype, device) is not None:
+    if why_not(spec, block_size, dtype, device) is not None:
         return None
     kind = kind_of(spec, block_size)
     return Fused(PieceKernel(kind, dtype, device), BeamKernel(kind, dtype, device) if kind.has_beams else None)
@@ -257,29 +248,10 @@ def kernels_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: to
 
 def why_not(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """What such a model, its blocks or the device would need for them; None if nothing is missing."""
-    if torch.cuda.get_device_capability(device) != (9, 0):  # what multiplies there is on no other
-        return f"needs a device of compute capability 9.0; {device} has another"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return "computes in bf16 or fp16"
-    if spec.head_dim not in (64, 128) or any(spec.windows):
-        return "is for heads of 64 or 128 numbers, which see all that came before"
     if spec.num_heads // spec.num_kv_heads + 2 * FEW > LANES:
         return f"is for up to {LANES - 2 * FEW} query heads on a KV head"
-    if block_size not in (16, 32) and block_size % CHUNK:
-        return f"needs a block_size of 16, 32 or a multiple of {CHUNK}"
-    return None
+    return hopper.why_no_attention(spec, block_size, dtype, device)
 
 
 def kind_of(spec: ModelSpec, block_size: int) -> Kind:
     return Kind(spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size, spec.qk_norm)
-
-
-@cache
-def _kernel(name: str, kind: Kind, ranks: int, stages: int, dtype: torch.dtype, device: torch.device) -> driver.Kernel:
-    major, minor = torch.cuda.get_device_capability(device)
-    macros = kind.macros(dtype) | {"RANKS": ranks, "STAGES": stages}
-    binary = driver.compile_cuda(name, f"sm_{major}{minor}a", macros)
-    try:
-        return driver.Kernel(binary, "compute", ranks, THREADS)
-    except RuntimeError as error:  # the driver does not take it
-        raise driver.CompilerMissing(str(error)) from error

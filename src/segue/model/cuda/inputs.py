@@ -34,8 +34,8 @@ class Inputs(NamedTuple):
     shared: IntArray
     results: IntArray
     tiles: IntArray
-    items: IntArray
     tables: IntArray  # [sequences, blocks]
+    items: IntArray
     tails: IntArray  # [rows, tokens]: slots; nothing if no row has any
 
 
@@ -114,8 +114,8 @@ def _of_many(
         work.shared,
         work.results,
         np.array(tiles, np.int32).reshape(-1, TILE_FIELDS),
-        items,
         tables,
+        items,
         _by_row(tails, total),
     )
 
@@ -143,8 +143,8 @@ def _of_one(row: Row, block_size: int) -> Inputs:
         work.shared,
         work.results,
         _NO_TILES,
-        _NO_PIECES,
         table,
+        _NO_PIECES,
         _NONE,
     )
 
@@ -289,8 +289,8 @@ class BeamInputs:
             shared=work.shared,
             results=work.results,
             tiles=_NO_TILES,
-            items=items,
             tables=tables,
+            items=items,
             tails=_NONE,
         )
 

@@ -15,7 +15,7 @@ from segue.model.batch import Batch
 from segue.model.cuda import choosing, kernels, recording
 from segue.model.cuda.backend import FEW_ROWS, Attention, CudaBackend, Pieces, Tiles
 from segue.model.cuda.buffers import TAIL, Buffers, Fields, parts
-from segue.model.cuda.fused import Beams
+from segue.model.cuda.fused import BeamItems
 from segue.model.cuda.inputs import TILE_FIELDS, Inputs, make_inputs
 from segue.model.cuda.recording import Recorded
 from segue.model.cuda.sampling import Draws, draw_now, draws
@@ -84,7 +84,7 @@ class _Kind(NamedTuple):
     has_tails: bool = False
     merged_rows: int = 0  # of the first rows, whose pieces are to be put together
     num_items: int = 0
-    each: int = 0  # of items, as `Beams` says
+    each: int = 0  # of items, as `BeamItems` says
     has_head: bool = True
     num_candidates: int = 0  # of each row, that a search looks at
 
@@ -342,13 +342,13 @@ class CudaSteps:
         tables = there.tables.view(-1, self._max_blocks)
         attention = Attention(
             _pieces(kind.has_own, kind.group_rows, there),
-            (there.tails.view(-1, TAIL), there.tail_counts) if kind.has_tails else None,
+            (there.tails.view(-1, TAIL), there.tail_counts) if kind.has_tails and not kind.num_items else None,
             kind.merged_rows,
             there.results,
             there.starts,
             there.contexts,
             Tiles(there.tiles.view(-1, TILE_FIELDS)[: kind.num_tiles], there.counts[2:]) if kind.num_tiles else None,
-            _beams(kind.num_items, kind.each, there),
+            _items(kind.num_items, kind.each, there),
             tables,
             self._sums,
             self._logs,
@@ -423,13 +423,13 @@ class CudaSteps:
         results = len(inputs.results)
         attention = Attention(
             _pieces(len(inputs.own) > 0, self._group_rows(inputs), there),
-            (there.tails, there.tail_counts) if inputs.tails.size else None,
+            (there.tails, there.tail_counts) if inputs.tails.size and not len(inputs.items) else None,
             len(inputs.tokens) if len(inputs.shared) else 0,
             there.results,
             there.starts,
             there.contexts,
             Tiles(there.tiles, there.counts[2:]) if len(inputs.tiles) else None,
-            _beams(*_room_for_items(inputs), there),
+            _items(*_room_for_items(inputs), there),
             there.tables,
             torch.empty(results, spec.num_heads, spec.head_dim, dtype=torch.float32, device=device),
             torch.empty(results, spec.num_heads, 2, dtype=torch.float32, device=device),
@@ -467,11 +467,11 @@ def _room_for_items(inputs: Inputs) -> tuple[int, int]:
     return 1 << (count - 1).bit_length(), 4 if inputs.tails.shape[1] <= 4 else 16
 
 
-def _beams(room: int, each: int, there: Fields[Tensor]) -> Beams | None:
+def _items(room: int, each: int, there: Fields[Tensor]) -> BeamItems | None:
     if not room:
         return None
     tails = there.tails.view(len(there.tail_counts), -1), there.tail_counts
-    return Beams(there.items, there.counts[3:], tails, room, each)
+    return BeamItems(there.items, there.counts[3:], tails, room, each)
 
 
 def _copies_itself(kind: _Kind, num_copies: int = 0) -> bool:

@@ -5,7 +5,8 @@
 // A program does a tile for one head, and then others that nobody has taken, until none is left. Two warpgroups multiply, 64 rows each.
 // One warp copies: queries, and then keys and values, 128 tokens at a time, in a ring of stages; it goes on to the next tile while this
 // one's last chunks are multiplied, and its rows written. A warpgroup asks for a chunk's products of queries and keys, and with them for
-// those of the weights of the chunk before and their values. The two take turns to ask: while one works out weights, what the other asked for is multiplied.
+// those of the weights of the chunk before and their values. The two take turns to ask: while one works out weights, what the other
+// asked for is multiplied.
 //
 // It is compiled for HEADS and KV_HEADS, DIM (64 or 128), SIZE (of a block), STAGES, FIELDS (of a tile).
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_void_p
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from segue.model.cuda import driver
+from segue.model.cuda import driver, hopper
 from segue.model.cuda.driver import Boxes, TensorMap
-from segue.model.cuda.fused import CHUNK, kv_boxes
+from segue.model.cuda.hopper import LOG2E, addresses, kv_boxes
 from segue.model.cuda.inputs import TILE_FIELDS
 from segue.model.spec import ModelSpec
 
@@ -21,7 +21,6 @@ THREADS = 384
 _ALL_BYTES = 227 * 1024
 _AHEAD = 2  # tiles of queries
 _MOST_STAGES = 4
-_LOG2E = 1.4426950408889634
 
 
 class Step(ctypes.Structure):
@@ -88,9 +87,8 @@ def query_boxes(q: Tensor) -> Boxes:
 
 def describe(given: Given, taken: Tensor, queries: Any, keys: Any, values: Any, *, scale: float) -> Step:
     """`taken`: one number, zero before and after."""
-    assert all(each.is_contiguous() for each in given)
-    pointers = (each.data_ptr() for each in (given.out, given.tables, given.tiles, given.num_tiles, taken))
-    return Step(queries, keys, values, *pointers, scale * _LOG2E, given.tables.stride(0))
+    pointers = addresses(given.out, given.tables, given.tiles, given.num_tiles, taken)
+    return Step(queries, keys, values, *pointers, scale * LOG2E, given.tables.stride(0))
 
 
 class TileKernel:
@@ -100,44 +98,21 @@ class TileKernel:
         self.kind = kind
         self._units = torch.cuda.get_device_properties(device).multi_processor_count
         self._taken = torch.zeros(1, dtype=torch.int32, device=device)
-        self._kernel = _kernel(kind, dtype, device)
+        self._kernel = hopper.kernel("tiles.cu", kind.macros(dtype), 1, THREADS, device)
         self._encode = lru_cache(maxsize=4096)(lambda boxes: driver.tensor_map(boxes, dtype))
 
     def attend(self, given: Given, *, scale: float) -> None:
-        boxes = query_boxes(given.q), kv_boxes(given.k_cache, CHUNK), kv_boxes(given.v_cache, CHUNK)
+        boxes = query_boxes(given.q), kv_boxes(given.k_cache), kv_boxes(given.v_cache)
         step = describe(given, self._taken, *map(self._encode, boxes), scale=scale)
         self._kernel.launch(step, min(self._units, len(given.tiles) * self.kind.heads), self.kind.shared_bytes)
 
 
 def kernel_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> TileKernel | None:
     """None if it is not for such a model, blocks or device. `CompilerMissing` if it is, but nothing here compiles or loads it."""
-    if device.type != "cuda" or why_not(spec, block_size, dtype, device) is not None:
+    if hopper.why_no_attention(spec, block_size, dtype, device) is not None:
         return None
     return TileKernel(kind_of(spec, block_size), dtype, device)
 
 
-def why_not(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What such a model, its blocks or the device would need for it; None if nothing is missing."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return "computes in bf16 or fp16"
-    if spec.head_dim not in (64, 128) or any(spec.windows):
-        return "is for heads of 64 or 128 numbers, which see all that came before"
-    if block_size not in (16, 32) and block_size % 64:
-        return "needs a block_size of 16, 32 or a multiple of 64"
-    if torch.cuda.get_device_capability(device) != (9, 0):  # what multiplies there is on no other
-        return f"needs a device of compute capability 9.0; {device} has another"
-    return None
-
-
 def kind_of(spec: ModelSpec, block_size: int) -> Kind:
     return Kind(spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size)
-
-
-@cache
-def _kernel(kind: Kind, dtype: torch.dtype, device: torch.device) -> driver.Kernel:
-    major, minor = torch.cuda.get_device_capability(device)
-    binary = driver.compile_cuda("tiles.cu", f"sm_{major}{minor}a", kind.macros(dtype))
-    try:
-        return driver.Kernel(binary, "compute", 1, THREADS)
-    except RuntimeError as error:  # the driver does not take it
-        raise driver.CompilerMissing(str(error)) from error

@@ -9,6 +9,8 @@ A context of more than 256 tokens is cut into pieces of 128, or into thirty-two 
 alone, so that its sum is the same whatever else is in the step. Pieces that many rows share take longer to put together, so long
 stretches of these have fewer; and where but one group shares anything, most of the device would have none, so a short stretch has
 twice as many (unless they are to be `fixed`).
+
+Beams may be done as items instead: so many of a group at once, with all that they share.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ MOST_PIECES = 32  # of one stretch; a long one has longer pieces
 FIELDS = (
     7  # of a piece: first row, rows, table, begin, end, first result, and which of its tokens came with earlier steps
 )
-BOX = 16  # tokens that items are made of
 _STEP = 64
 
 IntArray = npt.NDArray[np.int32]
