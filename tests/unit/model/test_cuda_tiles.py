@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.model.cuda import driver, hopper
+from segue.model.cuda import driver, hopper, tiles
 from segue.model.cuda.tiles import Kind
 from segue.model.tiny import tiny_spec
 from tests.emulator import EmulatedTileKernel, Emulator
