@@ -180,12 +180,7 @@ def test_the_emulator_notices_in_beams(fault, emulator):
     assert source.count(line) == 1
     case = Case(QWEN, rows_of(QWEN, what))
     kernel = EmulatedBeamKernel(emulator, QWEN, case.dtype, None, *(units or [4]), source=source.replace(line, instead))
-    results = []
-    for kernel.seed in range(12):
-        results.append(case.is_right(kernel))
-        if not results[-1]:
-            break
-    assert not all(results)
+    assert any(not case.is_right(kernel) for kernel.seed in range(12))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -196,12 +191,7 @@ def test_the_emulator_notices(fault, emulator):
     assert source.count(line) == 1
     case = Case(QWEN, rows_of(QWEN, what))
     kernel = EmulatedPieceKernel(emulator, QWEN, case.dtype, *(slots or [2]), source=source.replace(line, instead))
-    results = []
-    for kernel.seed in range(8):
-        results.append(case.is_right(kernel))
-        if not results[-1]:
-            break
-    assert not all(results)
+    assert any(not case.is_right(kernel) for kernel.seed in range(8))
 
 
 @pytest.mark.parametrize("kind", [QWEN, LLAMA, SMOL, Kind(16, 8, 128, 128, True)], ids=str)

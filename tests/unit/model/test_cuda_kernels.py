@@ -524,6 +524,14 @@ def test_numbers_that_are_none_are_told_and_nobody_else_suffers():
     assert [found[0], found[2]] == sample(logits[[0, 2]], [rows[0], rows[2]]).tokens
 
 
+def engine_on(spec, **kernels_for_hopper):
+    """In half precision, with kernels on an emulated device."""
+    backend = CudaBackend(spec, torch.float16, torch.device("cpu"), 512, **kernels_for_hopper)
+    config = EngineConfig(96, 16, 320, 16, 512)
+    weights = Weights.in_memory(random_weights(spec))
+    return EngineCore(CudaRunner(Decoder(spec, weights, backend), backend, config), config, vocab_size=spec.vocab_size)
+
+
 def test_an_engine_with_attention_in_one_kernel_answers_as_with_others(recording, tmp_path_factory):
     """The kernels on an emulated device: tokens by themselves, some at once, forks of a long prompt, and searches."""
     spec = replace(tiny_spec(), num_layers=1, windows=(None,), head_dim=64, qk_norm=True)
@@ -531,11 +539,7 @@ def test_an_engine_with_attention_in_one_kernel_answers_as_with_others(recording
     kernels_there = [kernel(emulator, kind, torch.float16) for kernel in (EmulatedPieceKernel, EmulatedBeamKernel)]
 
     def answers(fused_kernels):
-        backend = CudaBackend(spec, torch.float16, torch.device("cpu"), 512, fused=fused_kernels)
-        config = EngineConfig(96, 16, 320, 16, 512)
-        weights = Weights.in_memory(random_weights(spec))
-        runner = CudaRunner(Decoder(spec, weights, backend), backend, config)
-        with EngineCore(runner, config, vocab_size=spec.vocab_size) as engine:
+        with engine_on(spec, fused=fused_kernels) as engine:
             params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=1)
             state = engine.generate([[7 + at % 90 for at in range(270)]], params, hold=True)[0].request_id
             forks = [Request(params=params, parent=state, suffix=[at, 5]) for at in (20, 30)]
@@ -557,13 +561,9 @@ def test_an_engine_whose_prompts_are_in_tiles_of_another_kernel_answers_as_with_
     kernel = EmulatedTileKernel(Emulator(tmp_path_factory), tiles.kind_of(spec, 16), torch.float16)
 
     def answers(tile_kernel):
-        backend = CudaBackend(spec, torch.float16, torch.device("cpu"), 512, tile_kernel=tile_kernel)
-        config = EngineConfig(96, 16, 160, 16, 512)
-        weights = Weights.in_memory(random_weights(spec))
-        runner = CudaRunner(Decoder(spec, weights, backend), backend, config)
-        with EngineCore(runner, config, vocab_size=spec.vocab_size) as engine:
+        with engine_on(spec, tile_kernel=tile_kernel) as engine:
             params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, logprobs=1)
-            prompts = [[7 + at * at % 90 for at in range(length)] for length in (20, 70, 200)]
+            prompts = [[7 + at * at % 90 for at in range(length)] for length in (20, 70, 300)]
             found = engine.generate(prompts, params)
             engine.check()
             return [each.chosen for result in found for each in result.completions[0].logprobs]

@@ -1,4 +1,4 @@
-"""The model on CUDA: Triton kernels, lists of work for them, recorded steps."""
+"""The model on CUDA: kernels in Triton, and in C++ for Hopper devices, lists of work for them, recorded steps."""
 
 from __future__ import annotations
 
