@@ -88,6 +88,20 @@ class EmulatedPieceKernel(_Emulated):
         return self._run("pieces", stages, 1, given, describe, self.slots * self.kind.kv_heads)
 
 
+class EmulatedRowKernel(_Emulated):
+    """With so many programs, of whose warps so many share a piece."""
+
+    def __init__(self, emulator, kind, dtype, together=1, programs=3, seed=0, source=None):
+        super().__init__(emulator, kind, dtype, seed, source)
+        self.together, self.programs = together, programs
+
+    def attend(self, given, listed, *, scale, eps):
+        def describe(given):
+            return fused.row_step(given, listed, self.together, scale=scale, eps=eps)
+
+        return self._run("rows", 1, 1, given, describe, self.programs)
+
+
 class EmulatedBeamKernel(_Emulated):
     """With as many `ranks` as are said, or else as a device with so many `units` has."""
 

@@ -11,6 +11,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -38,7 +39,7 @@ struct alignas(64) TensorMap {  // the first dimension has a stride of one eleme
 };
 
 #define KERNEL(threads) static void
-#define KERNEL_OF_TWO(threads) static void
+#define KERNEL_OF(threads, count) static void
 #define GIVEN const
 #define DEVICE inline
 
@@ -66,6 +67,7 @@ struct Block {
     std::map<int, Meeting> meetings;
     std::map<u32, int> unfenced;  // sixteen bytes each, and who kept them
     std::map<int, u32> told;      // by each thread, to others of its warp
+    std::map<int, std::vector<u32>> words;
 };
 
 struct Fiber {
@@ -272,6 +274,7 @@ inline void keep(u32 at, const void* from, u32 size) {
     device::block().unfenced[at / 16] = device::me->thread;
 }
 inline void keep_word(u32 at, u32 value) { keep(at, &value, 4); }
+inline void keep_float(u32 at, float value) { keep(at, &value, 4); }
 inline void keep_words(u32 at, const u32* four) { keep(at, four, 16); }
 inline u32 kept_word(u32 at) {
     u32 value;
@@ -311,6 +314,7 @@ inline void load_words(u32* four, const u16* from) {
     const Sixteen value = loaded<Sixteen>(from);
     memcpy(four, &value, 16);
 }
+inline void load_words_once(u32* four, const u16* from) { load_words(four, from); }
 inline void load_floats(float* four, const float* from) {
     const Sixteen value = loaded<Sixteen>(from);
     memcpy(four, &value, 16);
@@ -463,6 +467,38 @@ inline void multiply_add_held(float (&sums)[32], const u32* left, u64 right) {
     });
 }
 
+// What each lane of a warp has, to all of them.
+template <class T>
+inline std::array<T, 32> gathered(const T& mine) {
+    device::Block& here = device::block();
+    const int warp = my_thread() / 32;
+    here.words[my_thread()] = {mine.begin(), mine.end()};
+    device::meet_warp();
+    std::array<T, 32> all;
+    for (int lane = 0; lane < 32; lane++) std::copy_n(here.words.at(warp * 32 + lane).begin(), mine.size(), all[lane].begin());
+    device::meet_warp();
+    return all;
+}
+inline float number_of(u32 word, int at) { return device::to_float(u16(at % 2 ? word >> 16 : word)); }
+inline void multiply_add_warp(float (&sums)[4], u32 line, u32 other_line, u32 line_on, u32 other_line_on, u32 column, u32 column_on) {
+    const auto all = gathered(std::array<u32, 6>{line, other_line, line_on, other_line_on, column, column_on});
+    const int lane = my_thread() % 32;
+    for (int number = 0; number < 4; number++)
+        for (int depth = 0; depth < 16; depth++) {
+            const int part = depth % 8 / 2, on = depth / 8;
+            const u32 left = all[lane / 4 * 4 + part][on * 2 + number / 2], right = all[(lane % 4 * 2 + number % 2) * 4 + part][4 + on];
+            sums[number] += number_of(left, depth) * number_of(right, depth);
+        }
+}
+inline u32 turned_over(u32 two) {
+    const auto all = gathered(std::array<u32, 1>{two});
+    const int line = my_thread() % 32 / 4, column = my_thread() % 4 * 2;
+    const auto bits = [&](int of_line, int at) { return all[of_line * 4 + at / 2][0] >> at % 2 * 16 & 0xffff; };
+    return bits(column, line) | bits(column + 1, line) << 16;
+}
+
+inline u32 lows(u32 one, u32 other) { return (one & 0xffff) | other << 16; }
+inline u32 highs(u32 one, u32 other) { return one >> 16 | (other & 0xffff0000); }
 inline u32 packed(float low, float high) { return device::to_half(low) | u32(device::to_half(high)) << 16; }
 inline float low_of(u32 both) { return device::to_float(u16(both)); }
 inline float high_of(u32 both) { return device::to_float(u16(both >> 16)); }

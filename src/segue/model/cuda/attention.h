@@ -164,3 +164,39 @@ DEVICE void absorb(Sums& sums, u32 queries, u32 keys, u32 values, float scale, c
 #pragma unroll
     for (int half = 0; half < HALVES; half++) keep_order(sums.total[half]);
 }
+
+// What all pieces of a row gave, by so many threads. Who has a column of a head asks for what eight of them gave at once.
+template <class Step>
+DEVICE void put_together(const Step& step, int row, int kv_head, int thread, int threads) {
+    constexpr int EACH = DIM / 4, AT_ONCE = 8;  // threads of a head; pieces
+    const int first = step.starts[row], last = step.starts[row + 1], column = thread % EACH * 4;
+    for (int which = thread / EACH; which < GROUP; which += threads / EACH) {
+        const int head = kv_head * GROUP + which;
+        float peak = LOW, mass = 0, total[4] = {};
+        for (int begin = first; begin < last; begin += AT_ONCE) {
+            float parts[AT_ONCE][4], told[AT_ONCE][2], highest = peak;
+#pragma unroll
+            for (int at = 0; at < AT_ONCE; at++) {
+                const u64 result = u64(begin + at < last ? begin + at : first) * HEADS + head;
+                load_two_new(told[at], step.logs + 2 * result);
+                load_floats_new(parts[at], step.sums + result * DIM + column);
+            }
+#pragma unroll
+            for (int at = 0; at < AT_ONCE; at++) highest = larger(highest, told[at][0]);
+            const float fade = power_of_two(peak - highest);
+            mass *= fade, peak = highest;
+#pragma unroll
+            for (int each = 0; each < 4; each++) total[each] *= fade;
+#pragma unroll
+            for (int at = 0; at < AT_ONCE; at++) {
+                const float gain = begin + at < last ? power_of_two(told[at][0] - highest) : 0;
+                mass += gain * told[at][1];
+#pragma unroll
+                for (int each = 0; each < 4; each++) total[each] += gain * parts[at][each];
+            }
+        }
+        u16* out = step.out + (u64(row) * HEADS + head) * DIM + column;
+        const float share = 1 / mass;
+        store_pair(out, {packed(total[0] * share, total[1] * share), packed(total[2] * share, total[3] * share)});
+    }
+}

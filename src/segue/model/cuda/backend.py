@@ -169,7 +169,7 @@ class CudaBackend(TorchBackend):
             assert self._fused is not None and self._fused.beams is not None
             self._fused.beams.attend(given, step.items, scale=scale, eps=eps)
         elif self._fused is not None and (listed := step.listed) is not None:
-            self._fused.pieces.attend(given, listed, scale=scale, eps=eps)
+            self._fused.of(listed).attend(given, listed, scale=scale, eps=eps)
         else:
             kernels.rope_store(qkv, q, k_cache, v_cache, norms, tables, batch.positions, batch.slots, eps)
             self._attend_lists(step, q, k_cache, v_cache, layer.window, out)

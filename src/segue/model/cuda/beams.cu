@@ -335,7 +335,7 @@ DEVICE void attend(const View& view, const Shared& here, int rank) {
     finish(view, here, rank);
 }
 
-KERNEL_OF_TWO(THREADS) compute(GIVEN Step step) {
+KERNEL_OF(THREADS, 2) compute(GIVEN Step step) {
     const Shared here;
     const int rank = int(my_rank()), item = my_program() / RANKS / KV_HEADS, kv_head = my_program() / RANKS % KV_HEADS;
     if (item >= *step.num_items) {

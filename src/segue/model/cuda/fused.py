@@ -1,5 +1,5 @@
 """Attention of a few rows, with rotation before it and new KV on its way to the cache, by kernels of ours: in pieces of what rows
-see (`pieces.cu`), and of beams (`beams.cu`)."""
+see together (`pieces.cu`) or alone (`rows.cu`), and of beams (`beams.cu`)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ LANES = 64  # query heads times rows, at most
 BOX = 16  # tokens that beams' items are made of
 THREADS = 160
 RANKS = (8, 4, 2)  # programs of a cluster
+ROW_WARPS, ROW_PROGRAMS = 4, 3  # of a program; on a multiprocessor
 _HALF_BYTES = 113 * 1024  # so that two programs are on a multiprocessor, of which one may be of the next kernel
 _MOST_STAGES = 8
 
@@ -46,6 +47,19 @@ class PieceStep(ctypes.Structure):
         ("table_stride", c_int),
         ("merges", c_int),
         ("padding", c_int * 8),
+    )
+
+
+class RowStep(ctypes.Structure):
+    """What `rows.cu` is given, as it says."""
+
+    _fields_ = (
+        *_pointers("qkv k_cache v_cache out q_norm k_norm cosines sines positions slots tables own counts starts"),
+        *_pointers("sums logs arrivals"),
+        ("scale", c_float),
+        ("eps", c_float),
+        ("table_stride", c_int),
+        ("together", c_int),
     )
 
 
@@ -93,6 +107,11 @@ class Kind(NamedTuple):
         return self.group in (2, 4, 8)
 
     @property
+    def has_rows(self) -> bool:
+        """Whether there is a kernel for rows alone: a warp's product has eight columns."""
+        return self.group <= 8
+
+    @property
     def tile_bytes(self) -> int:
         return CHUNK * self.dim * 2
 
@@ -120,6 +139,16 @@ def piece_layout(kind: Kind) -> Layout:
 
 def beam_layout(kind: Kind) -> Layout:
     return layout(kind, 8)
+
+
+def row_bytes(kind: Kind) -> int:
+    """What four warps say to each other."""
+    return ROW_WARPS * (128 * (kind.dim // 4 + 4) + 4)
+
+
+def together(kind: Kind, num_rows: int, warps: int) -> int:
+    """How many share a piece, so that all of so many warps have one, if contexts are short."""
+    return next((each for each in (4, 2) if each * num_rows * kind.kv_heads <= warps), 1)
 
 
 def possible_ranks(kind: Kind, each: int) -> list[int]:
@@ -183,6 +212,13 @@ def piece_step(given: Given, listed: Listed, keys: Any, values: Any, *, scale: f
     return PieceStep(keys, values, *pointers, scale * LOG2E, eps, given.tables.stride(0), int(listed.shared is None))
 
 
+def row_step(given: Given, listed: Listed, together: int, *, scale: float, eps: float) -> RowStep:
+    """Pieces put themselves together."""
+    assert listed.shared is None
+    pointers = (*given.pointers, *addresses(listed.own, *listed[2:]))
+    return RowStep(*pointers, scale * LOG2E, eps, given.tables.stride(0), together)
+
+
 def beam_step(given: Given, items: BeamItems, *maps: Any, scale: float, eps: float) -> BeamStep:
     tails, counts = items.tails
     pointers = (*given.pointers, *addresses(items.items, items.num_items, tails, counts))
@@ -206,6 +242,20 @@ class PieceKernel:
         maps = [self._encode(kv_boxes(each)) for each in (given.k_cache, given.v_cache)]
         step = piece_step(given, listed, *maps, scale=scale, eps=eps)
         self._kernel.launch(step, self._programs, self._layout.shared_bytes)
+
+
+class RowKernel:
+    """Of rows alone, from caches of one type and shape."""
+
+    def __init__(self, kind: Kind, dtype: torch.dtype, device: torch.device) -> None:
+        self.kind, self._bytes = kind, row_bytes(kind)
+        self._programs = ROW_PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+        self._kernel = hopper.kernel("rows.cu", kind.macros(dtype), 1, 32 * ROW_WARPS, device)
+
+    def attend(self, given: Given, listed: Listed, *, scale: float, eps: float) -> None:
+        """All rows are done in `out`."""
+        warps = together(self.kind, len(given.qkv), self._programs * ROW_WARPS)
+        self._kernel.launch(row_step(given, listed, warps, scale=scale, eps=eps), self._programs, self._bytes)
 
 
 class BeamKernel:
@@ -234,7 +284,12 @@ class Fused(NamedTuple):
     """The kernels that there are."""
 
     pieces: PieceKernel
+    rows: RowKernel | None
     beams: BeamKernel | None
+
+    def of(self, listed: Listed) -> PieceKernel | RowKernel:
+        """For these pieces."""
+        return self.rows if self.rows is not None and listed.shared is None else self.pieces
 
 
 def kernels_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> Fused | None:
@@ -243,7 +298,11 @@ def kernels_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: to
     if why_not(spec, block_size, dtype, device) is not None:
         return None
     kind = kind_of(spec, block_size)
-    return Fused(PieceKernel(kind, dtype, device), BeamKernel(kind, dtype, device) if kind.has_beams else None)
+    return Fused(
+        PieceKernel(kind, dtype, device),
+        RowKernel(kind, dtype, device) if kind.has_rows else None,
+        BeamKernel(kind, dtype, device) if kind.has_beams else None,
+    )
 
 
 def why_not(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> str | None:

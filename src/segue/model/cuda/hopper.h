@@ -14,7 +14,7 @@ struct alignas(64) TensorMap {
 };
 
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
-#define KERNEL_OF_TWO(threads) extern "C" __global__ void __launch_bounds__(threads, 2)  // programs on a multiprocessor
+#define KERNEL_OF(threads, count) extern "C" __global__ void __launch_bounds__(threads, count)  // so many programs on a multiprocessor
 #define GIVEN const __grid_constant__
 #define DEVICE __device__ __forceinline__
 
@@ -56,6 +56,7 @@ DEVICE void shared_four(float* four, u32 at) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(four[0]), "=f"(four[1]), "=f"(four[2]), "=f"(four[3]) : "r"(at) : "memory");
 }
 DEVICE void keep_word(u32 at, u32 value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory"); }
+DEVICE void keep_float(u32 at, float value) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(value) : "memory"); }
 DEVICE u32 kept_word(u32 at) {
     u32 value;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
@@ -88,6 +89,9 @@ DEVICE void load_floats(float* four, const float* from) {
 DEVICE void load_words(u32* four, const u16* from) {
     const uint4 value = *reinterpret_cast<const uint4*>(from);
     four[0] = value.x, four[1] = value.y, four[2] = value.z, four[3] = value.w;
+}
+DEVICE void load_words_once(u32* four, const u16* from) {  // which nobody else here reads
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(four[0]), "=r"(four[1]), "=r"(four[2]), "=r"(four[3]) : "l"(from));
 }
 DEVICE void store_words(u16* to, const u32* four) { *reinterpret_cast<uint4*>(to) = {four[0], four[1], four[2], four[3]}; }
 
@@ -332,3 +336,20 @@ DEVICE float power_of_two(float x) {
 DEVICE float inverse_root(float x) { return rsqrtf(x); }
 DEVICE float larger(float one, float other) { return fmaxf(one, other); }
 DEVICE float lowest() { return __int_as_float(0xff800000); }  // below all numbers
+DEVICE u32 lows(u32 one, u32 other) { return __byte_perm(one, other, 0x5410); }  // the lower number of each
+DEVICE u32 highs(u32 one, u32 other) { return __byte_perm(one, other, 0x7632); }
+
+// Products of a warp: 16 lines times 8 columns, 16 deep. A lane has lines `lane / 4` and 8 on, and column `lane / 4`, at depths
+// `lane % 4 * 2` and 8 on, two numbers in each word; of the sums, columns `lane % 4 * 2` and the next one of either line.
+
+DEVICE void multiply_add_warp(float (&d)[4], u32 line, u32 other_line, u32 line_on, u32 other_line_on, u32 column, u32 column_on) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(line), "r"(other_line), "r"(line_on), "r"(other_line_on), "r"(column), "r"(column_on));
+}
+// Of eight lines and columns, of which a lane has line `lane / 4` and two columns from `lane % 4 * 2` on: lines become columns.
+DEVICE u32 turned_over(u32 two) {
+    u32 turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(two));
+    return turned;
+}

@@ -170,41 +170,6 @@ DEVICE void give(const Sums& sums, const Step& step, const Piece& piece, int kv_
     if (!is_whole && my_column() == 0) store_two(step.logs + 2 * result, sums.peak[which], sums.mass[which]);
 }
 
-// What all pieces of a row gave. Who has a column of a head asks for what eight of them gave at once.
-DEVICE void put_together(const Step& step, const Piece& piece, int kv_head) {
-    constexpr int EACH = DIM / 4, AT_ONCE = 8;  // threads of a head; pieces
-    const int first = step.starts[piece.first_row], last = step.starts[piece.first_row + 1], column = my_thread() % EACH * 4;
-    for (int which = my_thread() / EACH; which < GROUP; which += WORKERS / EACH) {
-        const int head = kv_head * GROUP + which;
-        float peak = LOW, mass = 0, total[4] = {};
-        for (int begin = first; begin < last; begin += AT_ONCE) {
-            float parts[AT_ONCE][4], told[AT_ONCE][2], highest = peak;
-#pragma unroll
-            for (int at = 0; at < AT_ONCE; at++) {
-                const u64 result = u64(begin + at < last ? begin + at : first) * HEADS + head;
-                load_two_new(told[at], step.logs + 2 * result);
-                load_floats_new(parts[at], step.sums + result * DIM + column);
-            }
-#pragma unroll
-            for (int at = 0; at < AT_ONCE; at++) highest = larger(highest, told[at][0]);
-            const float fade = power_of_two(peak - highest);
-            mass *= fade, peak = highest;
-#pragma unroll
-            for (int each = 0; each < 4; each++) total[each] *= fade;
-#pragma unroll
-            for (int at = 0; at < AT_ONCE; at++) {
-                const float gain = begin + at < last ? power_of_two(told[at][0] - highest) : 0;
-                mass += gain * told[at][1];
-#pragma unroll
-                for (int each = 0; each < 4; each++) total[each] += gain * parts[at][each];
-            }
-        }
-        u16* out = step.out + (u64(piece.first_row) * HEADS + head) * DIM + column;
-        const float share = 1 / mass;
-        store_pair(out, {packed(total[0] * share, total[1] * share), packed(total[2] * share, total[3] * share)});
-    }
-}
-
 // Of a row's pieces one is last: it puts them together, and leaves the count as it was.
 DEVICE void merge(const Step& step, const Shared& here, const Piece& piece, int kv_head, int others) {
     meet_threads(2, WORKERS);
@@ -215,7 +180,7 @@ DEVICE void merge(const Step& step, const Shared& here, const Piece& piece, int 
         keep_word(here.is_last, is_last);
     }
     meet_threads(2, WORKERS);
-    if (kept_word(here.is_last)) put_together(step, piece, kv_head);
+    if (kept_word(here.is_last)) put_together(step, piece.first_row, kv_head, my_thread(), WORKERS);
 }
 
 // Queries and what is new, into the place of queries; what is new stays there until its chunk has come.
@@ -283,7 +248,7 @@ DEVICE void attend(const Step& step, const Shared& here, const Piece& piece, int
     if (step.merges && others > 0) merge(step, here, piece, kv_head, others);
 }
 
-KERNEL_OF_TWO(THREADS) compute(GIVEN Step step) {
+KERNEL_OF(THREADS, 2) compute(GIVEN Step step) {
     const Shared here;
     const int kv_head = my_program() % KV_HEADS;
     let_next_kernel_begin();
