@@ -57,11 +57,13 @@ def beams(num_shared, width, depth, blocks, size):
 class Case:
     """A step's rows; the cache knows what came with earlier steps, and nothing else in it is a number."""
 
-    def __init__(self, kind, rows, *, dtype=torch.bfloat16, device="cpu", num_blocks=160, seed=0, spare=0):
-        """`spare`: room for so many more items."""
+    def __init__(self, kind, rows, *, dtype=torch.bfloat16, device="cpu", num_blocks=160, seed=0, spare=0, own_rows=1):
+        """`spare`: room for so many more items. `own_rows`: of a piece, at most, where rows are alone."""
         self.kind, self.dtype, self.device, self.spare = kind, dtype, torch.device(device), spare
         item_rows = kind.group_rows if kind.has_beams else 0
-        self.inputs = inputs = make_inputs(rows, kind.size, kind.group_rows, 128, item_rows=item_rows)
+        self.inputs = inputs = make_inputs(
+            rows, kind.size, kind.group_rows, 128, own_rows=own_rows, item_rows=item_rows
+        )
         assert not len(inputs.tiles) and (len(inputs.items) or not inputs.tails.size)
         generator = torch.Generator().manual_seed(seed)
 
@@ -203,7 +205,8 @@ def rows_of(kind, what, seed=3):
     return [beams(9 + 30 * at, 33, 1, blocks, size) for at in range(2)]
 
 
-PIECES = ("one after each other", "a long one alone", "some tokens of one", "a beginning", "forks", "forks and others")
+ALONE = ("one after each other", "a long one alone", "some tokens of one", "a beginning")
+PIECES = (*ALONE, "forks", "forks and others")
 BEAMS = ("beams", "long beams", "many beams")
 
 

@@ -73,7 +73,7 @@ struct Block {
 struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
-    int block, thread;
+    int block, thread, pause = 0;
     bool done = false, has_waited = false;  // for the kernel before
     int meetings = 0;                       // with its cluster
     std::function<bool()> ready;
@@ -100,6 +100,13 @@ inline void fail(const char* what) {
 inline void wait_until(std::function<bool()> ready) {
     if (ready() && dice() % 4) return;
     me->ready = std::move(ready);
+    swapcontext(&me->context, &scheduler);
+}
+
+// Now and then a thread is held up, for whatever reason.
+inline void linger() {
+    if (dice() % 64) return;
+    me->pause = int(dice() % 64);
     swapcontext(&me->context, &scheduler);
 }
 
@@ -187,6 +194,10 @@ inline bool run(std::function<void()> what, std::function<void()> before, int nu
         std::shuffle(order.begin(), order.end(), dice);
         for (Fiber* fiber : order) {
             if (fiber->ready && !fiber->ready()) continue;
+            if (fiber->pause > 0) {
+                fiber->pause--, moved = true;
+                continue;
+            }
             if (dice() % lazy[(fiber->block * threads + fiber->thread) / 32]) {
                 moved = true;
                 continue;
@@ -296,6 +307,7 @@ inline T loaded(const void* from) {
 inline uint2 load_pair(const void* from) { return loaded<uint2>(from); }
 inline void store_pair(void* to, uint2 value) {
     device::must_have_waited();
+    device::linger();
     memcpy(to, &value, 8);
 }
 template <class T>

@@ -6,13 +6,13 @@ import torch
 
 from segue import BeamParams, Engine, Request, SamplingParams
 from segue.model.chat import ChatTemplate
-from segue.model.cuda.fused import BeamKernel, Kind, PieceKernel
+from segue.model.cuda.fused import BeamKernel, Kind, PieceKernel, RowKernel
 from segue.model.loading import LoadedModel
 from segue.model.spec import ModelSpec
 from segue.model.tiny import random_weights
 from segue.model.tokenizer import ByteTokenizer
 from segue.model.weights import Weights, fingerprint
-from tests.fused import BEAMS, LLAMA, PIECES, QWEN, SMOL, Blocks, Case, beams, rows_of
+from tests.fused import ALONE, BEAMS, LLAMA, PIECES, QWEN, SMOL, Blocks, Case, beams, rows_of, sequences
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -35,6 +35,19 @@ def test_rows_see_what_they_are_to_see(kind, dtype):
         case = Case(kind, rows_of(kind, what), dtype=dtype, device="cuda")
         for _ in range(3):
             assert case.is_right(kernel), what
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_rows_alone_see_what_they_are_to_see(kind, dtype):
+    kernel = RowKernel(kind, dtype, torch.device("cuda"))
+    for what in ALONE:
+        case = Case(kind, rows_of(kind, what), dtype=dtype, device="cuda", own_rows=kind.own_rows)
+        for _ in range(3):
+            assert case.is_right(kernel), what
+    spans = [(start, start + 1) for start in range(150)]  # so many that no piece is shared by warps
+    many = Case(kind, sequences(spans, Blocks(2000, 1), kind.size), dtype=dtype, device="cuda", num_blocks=2000)
+    assert many.is_right(kernel)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -12,8 +12,8 @@ from segue.model.cuda import driver, fused
 from segue.model.cuda.fused import Kind
 from segue.model.cuda.inputs import FEW
 from segue.model.tiny import tiny_spec
-from tests.emulator import EmulatedBeamKernel, EmulatedPieceKernel, Emulator
-from tests.fused import BEAMS, LLAMA, PIECES, QWEN, SMOL, Blocks, Case, beams, forks, rows_of, sequences
+from tests.emulator import EmulatedBeamKernel, EmulatedPieceKernel, EmulatedRowKernel, Emulator
+from tests.fused import ALONE, BEAMS, LLAMA, PIECES, QWEN, SMOL, Blocks, Case, beams, forks, rows_of, sequences
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +26,15 @@ def test_rows_see_what_they_are_to_see(what, emulator):
     """Whatever order threads and copies come in: output, what is new in the cache, and nothing else there."""
     case = Case(QWEN, rows_of(QWEN, what))
     kernel = EmulatedPieceKernel(emulator, QWEN, case.dtype)
+    for kernel.seed in range(3):
+        assert case.is_right(kernel)
+
+
+@pytest.mark.parametrize("together", [1, 2, 4])
+@pytest.mark.parametrize("what", ALONE)
+def test_rows_alone_see_what_they_are_to_see(what, together, emulator):
+    case = Case(QWEN, rows_of(QWEN, what), own_rows=QWEN.own_rows)
+    kernel = EmulatedRowKernel(emulator, QWEN, case.dtype, together)
     for kernel.seed in range(3):
         assert case.is_right(kernel)
 
@@ -49,6 +58,14 @@ def test_other_models(kind, dtype, emulator):
         assert Case(kind, rows_of(kind, what), dtype=dtype).is_right(kernel)
 
 
+@pytest.mark.parametrize("kind", [LLAMA, SMOL, Kind(2, 2, 64, 128, True), Kind(8, 1, 128, 32, True)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_alone_of_other_models(kind, dtype, emulator):
+    for seed, what in enumerate(ALONE):
+        kernel = EmulatedRowKernel(emulator, kind, dtype, together=1 << seed % 3, seed=seed)
+        assert Case(kind, rows_of(kind, what), dtype=dtype, own_rows=kind.own_rows).is_right(kernel)
+
+
 @pytest.mark.parametrize("kind", [LLAMA, Kind(4, 2, 64, 128, True), Kind(8, 1, 128, 32, True)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_beams_of_other_models(kind, dtype, emulator):
@@ -58,8 +75,9 @@ def test_beams_of_other_models(kind, dtype, emulator):
 
 
 STARTS = st.one_of(st.just(0), st.integers(0, 130), st.integers(0, 600))
+SPAN = st.tuples(STARTS, st.one_of(st.just(1), st.integers(1, FEW)))
 PARTS = st.one_of(
-    st.tuples(STARTS, st.one_of(st.just(1), st.integers(1, FEW))),
+    SPAN,
     st.lists(st.integers(257, 380), min_size=2, max_size=7),
 )
 
@@ -77,6 +95,17 @@ def test_any_step(emulator, parts, kind, slots, seed):
             rows += forks(256, part, blocks, kind.size)
     case = Case(kind, rows, num_blocks=300, seed=seed)
     assert case.is_right(EmulatedPieceKernel(emulator, kind, case.dtype, slots, seed))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(SPAN, min_size=1, max_size=5), st.sampled_from([QWEN, LLAMA, SMOL]), st.sampled_from([1, 2, 4]),
+    st.integers(1, 12), st.integers(0, 2**30),
+)  # fmt: skip
+def test_any_rows_alone(emulator, spans, kind, together, programs, seed):
+    rows = sequences([(start, start + count) for start, count in spans], Blocks(300, seed), kind.size)
+    case = Case(kind, rows, num_blocks=300, seed=seed, own_rows=1 + seed % kind.own_rows)
+    assert case.is_right(EmulatedRowKernel(emulator, kind, case.dtype, together, programs, seed))
 
 
 SEARCH = st.tuples(st.integers(1, 350), st.integers(1, 40), st.integers(1, 6))
@@ -167,6 +196,31 @@ BEAM_FAULTS = {
 }
 
 
+ROW_FAULTS = {
+    "reads what is not written yet": (
+        "if (!has_waited) wait_for_kernel_before(), has_waited = true;", "", "some tokens of one", 1,
+    ),
+    "ends before its turn": ("    if (!has_waited) wait_for_kernel_before();\n}", "}", "a long one alone", 1, 60),
+    "sums that are heard before they are said": (
+        "        meet_threads(name, count);\n        for (int other", "        for (int other", "a long one alone", 4,
+    ),
+    "the next piece's sums over those that are still to be heard": (
+        "if (piece.turns > 1) meet_threads(name, count);  // what was said", "// what was said", "one after each other", 2,
+    ),
+    "sums that are put together before all are there": (
+        "    meet_threads(name, count);\n    if (thread == 0) {", "    if (thread == 0) {", "one after each other", 1, 6,
+    ),
+    "who is last is read before it is known": (
+        "    meet_threads(name, count);\n    for (int at = 0; kept", "    for (int at = 0; kept", "one after each other", 4,
+    ),
+    "values of nobody": (
+        "if (first + token(which) < piece.known && first + token(which) < piece.end)\n                load(",
+        "if (true)\n                load(", "a long one alone", 1,
+    ),
+    "a row sees what comes after it": ("(its_end < end ? its_end : end)", "end", "some tokens of one", 1),
+}  # fmt: skip
+
+
 def whole(name):
     """With what it has in common with others."""
     source, header = ((driver.SOURCES / each).read_text() for each in (name, "attention.h"))
@@ -180,6 +234,18 @@ def test_the_emulator_notices_in_beams(fault, emulator):
     assert source.count(line) == 1
     case = Case(QWEN, rows_of(QWEN, what))
     kernel = EmulatedBeamKernel(emulator, QWEN, case.dtype, None, *(units or [4]), source=source.replace(line, instead))
+    assert any(not case.is_right(kernel) for kernel.seed in range(12))
+
+
+@pytest.mark.parametrize("fault", ROW_FAULTS)
+def test_the_emulator_notices_in_rows_alone(fault, emulator):
+    line, instead, what, together, *programs = ROW_FAULTS[fault]
+    source = whole("rows.cu")
+    assert source.count(line) == 1
+    case = Case(QWEN, rows_of(QWEN, what), own_rows=QWEN.own_rows)
+    kernel = EmulatedRowKernel(
+        emulator, QWEN, case.dtype, together, *(programs or [2]), source=source.replace(line, instead)
+    )
     assert any(not case.is_right(kernel) for kernel.seed in range(12))
 
 
@@ -203,6 +269,7 @@ def test_they_compile_without_a_device(kind, dtype):
         return driver.compile_cuda(name, "sm_90a", kind.macros(dtype) | {"STAGES": stages, "RANKS": ranks})
 
     assert compiled("pieces.cu", fused.piece_layout(kind).stages, 1).startswith(b"\x7fELF")
+    assert compiled("rows.cu", 1, 1).startswith(b"\x7fELF")
     for ranks in fused.RANKS if kind.has_beams else ():
         assert compiled("beams.cu", fused.beam_layout(kind).stages, ranks).startswith(b"\x7fELF")
 
@@ -212,6 +279,22 @@ def test_two_programs_fit_on_a_multiprocessor(dim):
     kind = Kind(8, 2, dim, 16, False)
     for layout in (fused.piece_layout(kind), fused.beam_layout(kind)):
         assert layout.stages >= 3 and layout.shared_bytes <= 113 * 1024
+
+
+def test_few_rows_have_several_warps_for_each_piece():
+    kind = Kind(16, 8, 128, 16, False)
+    assert [fused.together(kind, rows, 1584) for rows in (1, 5, 32, 49, 50, 64, 99, 100, 256)] == [
+        4,
+        4,
+        4,
+        4,
+        2,
+        2,
+        2,
+        1,
+        1,
+    ]
+    assert [Kind(heads, 2, 128, 16, False).own_rows for heads in (2, 4, 6, 8, 10, 16, 18)] == [8, 4, 2, 2, 1, 1, 0]
 
 
 def test_many_items_have_few_programs_each_but_enough_for_what_is_new():

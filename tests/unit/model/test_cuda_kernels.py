@@ -2,6 +2,7 @@
 
 from array import array
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ from segue.model.sampler import sample
 from segue.model.tiny import random_weights, tiny_spec
 from segue.model.torch_backend import TorchBackend
 from segue.model.weights import Weights
-from tests.emulator import EmulatedBeamKernel, EmulatedPieceKernel, EmulatedTileKernel, Emulator
+from tests.emulator import EmulatedBeamKernel, EmulatedPieceKernel, EmulatedRowKernel, EmulatedTileKernel, Emulator
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that are nobody's may hold anything
 SHAPES = [  # heads, kv heads, head_dim, block size, window, dtype
@@ -348,17 +349,55 @@ def test_blocks_are_copied_in_every_layer():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 5000), st.integers(1, inputs.FEW), st.sampled_from([16, 32]), st.booleans(), st.booleans())
-def test_one_sequence_alone_is_planned_as_among_others(start, count, size, is_sampled, is_last_known):
+@given(
+    st.integers(0, 5000), st.integers(1, inputs.FEW), st.sampled_from([16, 32]), st.sampled_from([1, 2, 4]), st.booleans(),
+    st.booleans(),
+)  # fmt: skip
+def test_one_sequence_alone_is_planned_as_among_others(start, count, size, own_rows, is_sampled, is_last_known):
     stop = start + count
     sampling = Sampling(SamplingParams(), 0, 1, frozenset()) if is_sampled else None
     tokens, blocks = array("i", range(7, 6 + stop + is_last_known)), array("i", range(3, 3 + -(-stop // size)))
     row = Row(1, tokens, start, stop, blocks, sampling)
     for found, wanted in zip(
-        make_inputs([row], size, 64, 128), inputs._of_many([row], size, 64, 128, 0, alone=False), strict=True
+        make_inputs([row], size, 64, 128, own_rows=own_rows),
+        inputs._of_many([row], size, 64, 128, own_rows, 0, alone=False),
+        strict=True,
     ):
         assert found.tolist() == wanted.tolist()
         assert found.dtype == wanted.dtype
+
+
+@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, inputs.FEW)), min_size=1, max_size=9), st.integers(1, 8))
+def test_rows_of_a_sequence_that_have_pieces_together(spans, most):
+    """Each row has a result of its own for each of its pieces, and these are all that it is to see; no piece has more rows
+    than there may be, and no sequence more sets of rows than it must."""
+    rows = [
+        Row(
+            at,
+            array("i", range(start + count)),
+            start,
+            start + count,
+            array("i", range(300 * at, 300 * at + 200)),
+            None,
+        )
+        for at, (start, count) in enumerate(spans)
+    ]
+    found = make_inputs(rows, 16, 64, 128, own_rows=most)
+    stretches = [{} for _ in found.tokens]
+    for first, count, table, begin, end, result, known in found.own.tolist():
+        assert 1 <= count <= most and known == spans[table][0]
+        others = found.starts[first + 1] - found.starts[first]
+        for row in range(first, first + count):
+            assert found.positions[row] - found.positions[first] == row - first
+            assert (result + (row - first) * others) not in stretches[row]
+            stretches[row][result + (row - first) * others] = begin, end
+    for row, stretch in enumerate(stretches):
+        assert sorted(stretch) == list(range(found.starts[row], found.starts[row + 1]))
+        cuts = sorted(stretch.values())
+        assert cuts[0][0] == 0 and all(one[1] == next_one[0] for one, next_one in pairwise(cuts))
+        assert cuts[-1][1] >= found.contexts[row]
+    sets = {(table, first) for first, _, table, *_ in found.own.tolist()}
+    assert len(sets) == sum(-(-count // most) for _, count in spans)
 
 
 @settings(max_examples=60, deadline=None)
@@ -536,7 +575,8 @@ def test_an_engine_with_attention_in_one_kernel_answers_as_with_others(recording
     """The kernels on an emulated device: tokens by themselves, some at once, forks of a long prompt, and searches."""
     spec = replace(tiny_spec(), num_layers=1, windows=(None,), head_dim=64, qk_norm=True)
     emulator, kind = Emulator(tmp_path_factory), fused.kind_of(spec, 16)
-    kernels_there = [kernel(emulator, kind, torch.float16) for kernel in (EmulatedPieceKernel, EmulatedBeamKernel)]
+    emulated = EmulatedPieceKernel, EmulatedRowKernel, EmulatedBeamKernel
+    kernels_there = [kernel(emulator, kind, torch.float16) for kernel in emulated]
 
     def answers(fused_kernels):
         with engine_on(spec, fused=fused_kernels) as engine:

@@ -96,6 +96,7 @@ class CudaBackend(TorchBackend):
         self._fused, self._tile_kernel = fused, tile_kernel
         lanes = LANES if fused is not None else _MOST_LANES
         self.group_rows = max(lanes // (spec.num_heads // spec.num_kv_heads), 1)
+        self.own_rows = fused.rows.kind.own_rows if fused is not None and fused.rows is not None else 1
         self.item_rows = fused.beams.kind.group_rows if fused is not None and fused.beams is not None else 0
         self.tile_rows = 32 if dtype == torch.float32 else 64 if exact or spec.head_dim > 128 else 128
         units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -107,9 +107,9 @@ class Kind(NamedTuple):
         return self.group in (2, 4, 8)
 
     @property
-    def has_rows(self) -> bool:
-        """Whether there is a kernel for rows alone: a warp's product has eight columns."""
-        return self.group <= 8
+    def own_rows(self) -> int:
+        """Of a piece of rows alone, at most: a warp's product has eight columns. 0 if there is no kernel for them."""
+        return 8 // self.group
 
     @property
     def tile_bytes(self) -> int:
@@ -300,7 +300,7 @@ def kernels_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: to
     kind = kind_of(spec, block_size)
     return Fused(
         PieceKernel(kind, dtype, device),
-        RowKernel(kind, dtype, device) if kind.has_rows else None,
+        RowKernel(kind, dtype, device) if kind.own_rows else None,
         BeamKernel(kind, dtype, device) if kind.has_beams else None,
     )
 

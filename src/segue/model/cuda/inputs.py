@@ -40,20 +40,34 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(
-    rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: int, *, item_rows: int = 0, alone: bool = False
+    rows: Sequence[Row],
+    block_size: int,
+    group_rows: int,
+    tile_rows: int,
+    *,
+    own_rows: int = 1,
+    item_rows: int = 0,
+    alone: bool = False,
 ) -> Inputs:
-    """`group_rows`: of a group's piece, at most; `tile_rows`: of a tile; `item_rows`: of an item, 0 if there are to
-    be none. Sequences whose first blocks are the same are put side by side, in whatever order they are in the plan; `samples` is
-    in the plan's.
+    """`group_rows`: of a group's piece, at most; `own_rows`: of one of a sequence's own, where a step has no others;
+    `tile_rows`: of a tile; `item_rows`: of an item, 0 if there are to be none. Sequences whose first blocks are the same are put
+    side by side, in whatever order they are in the plan; `samples` is in the plan's.
 
     `alone`: each token is computed in the same way whatever comes with it. All but beams are in tiles, and none in groups."""
     if len(rows) == 1 and not alone and rows[0].stop - rows[0].start <= FEW and _beams(rows[0]) is None:
-        return _of_one(rows[0], block_size)
-    return _of_many(rows, block_size, group_rows, tile_rows, item_rows, alone=alone)
+        return _of_one(rows[0], block_size, own_rows)
+    return _of_many(rows, block_size, group_rows, tile_rows, own_rows, item_rows, alone=alone)
 
 
 def _of_many(
-    rows: Sequence[Row], block_size: int, group_rows: int, tile_rows: int, item_rows: int, *, alone: bool
+    rows: Sequence[Row],
+    block_size: int,
+    group_rows: int,
+    tile_rows: int,
+    own_rows: int,
+    item_rows: int,
+    *,
+    alone: bool,
 ) -> Inputs:
     order = _side_by_side(rows, block_size) if not alone else None
     placed = [rows[at] for at in order] if order is not None else rows
@@ -100,7 +114,8 @@ def _of_many(
     if len(items):
         work = _no_work(total)
     else:
-        work = plan_work(begins, ends, sequence, groups, group_rows, known=firsts[sequence], fixed=alone)
+        sets = _sets(counts, own_rows) if not groups and not tiles else None
+        work = plan_work(begins, ends, sequence, groups, group_rows, known=firsts[sequence], sets=sets, fixed=alone)
     return Inputs(
         tokens,
         positions,
@@ -120,7 +135,7 @@ def _of_many(
     )
 
 
-def _of_one(row: Row, block_size: int) -> Inputs:
+def _of_one(row: Row, block_size: int, own_rows: int) -> Inputs:
     """A few tokens of one sequence: somebody waits for these, and for nothing else."""
     count, table = row.stop - row.start, np.array(row.blocks[: _num_blocks(row, block_size)], np.int32)[None]
     positions = np.arange(row.start, row.stop, dtype=np.int32)
@@ -128,7 +143,8 @@ def _of_one(row: Row, block_size: int) -> Inputs:
     contexts, none = positions + np.int32(1), np.zeros(count, np.int32)
     known, tokens = row.tokens[row.start : row.stop], np.zeros(count, np.int32)
     tokens[: len(known)] = known  # a last one may still be the device's secret
-    work = plan_work(none, contexts, none, known=np.full(count, row.start, np.int32))
+    sets = _sets(np.array([count], np.int32), own_rows)
+    work = plan_work(none, contexts, none, known=np.full(count, row.start, np.int32), sets=sets)
     is_sampled = row.sampling is not None or row.search is not None
     return Inputs(
         tokens,
@@ -178,6 +194,18 @@ def _prefixes(rows: Sequence[Row], tables: IntArray, bounds: list[int], block_si
                 groups.append(Group(bounds[at], end - at, at, shared))
         at = end
     return groups
+
+
+def _sets(counts: IntArray, most: int) -> IntArray | None:
+    """First rows of sets of `most` rows at most, of sequences with so many rows each: as few sets as can be, and of a sequence's
+    about equally large ones. None if each row is one."""
+    if most == 1 or counts.max() == 1:
+        return None
+    sets = -(-counts // most)
+    sequence = np.arange(len(counts), dtype=np.int32).repeat(sets)
+    number = np.arange(len(sequence), dtype=np.int32) - (sets.cumsum(dtype=np.int32) - sets)[sequence]
+    offsets = counts.cumsum(dtype=np.int32) - counts
+    return (offsets[sequence] + counts[sequence] * number // sets[sequence]).astype(np.int32)
 
 
 def _no_work(num_rows: int) -> Work:

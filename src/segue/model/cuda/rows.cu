@@ -4,17 +4,20 @@
 // What a row and a KV head have to multiply is one to eight columns wide. A warpgroup's product would be for nobody but them, and all
 // it has to read would have to be in shared memory first. So a warp does a piece of a row out of its registers, sixteen tokens at a
 // time, beginning with the newest, and a multiprocessor has twelve such warps: while some wait, others have something to do. Where
-// pieces are few, two or four warps share one, and take sixteens in turns.
+// pieces are few, two or four warps share one, and take sixteens in turns. Rows that follow each other in a sequence have pieces
+// together, as many as have columns; each sees no more than what came before it.
 //
 // A product of a warp has sixteen lines, eight columns, and is sixteen deep. Weights have tokens for lines and heads for columns; what
 // comes of them has a value's numbers for lines. What lies side by side in memory need not do so in a product: lanes load sixteen bytes,
 // and take them for whichever depths or lines they have there.
 //
-//     queries   head lane / 4                            numbers 8 * (lane % 4) and seven more, of each 32
+//     queries   column lane / 4                          numbers 8 * (lane % 4) and seven more, of each 32
 //     keys      tokens lane / 4 and 8 on                 the same numbers
 //     values    tokens lane % 4 * 2, 1 on, 8 on, 9 on    numbers 8 * (lane / 4) and seven more, of each 64
-//     weights   tokens lane / 4 and 8 on                 heads lane % 4 * 2, and 1 on
-//     totals    heads lane % 4 * 2, and 1 on             numbers as values have them
+//     weights   tokens lane / 4 and 8 on                 columns lane % 4 * 2, and 1 on
+//     totals    columns lane % 4 * 2, and 1 on           numbers as values have them
+//
+// A column is a head of the first row, and so on; then of the next one.
 //
 // It is compiled for what attention.h says, and FIELDS (of a piece).
 
@@ -39,13 +42,13 @@ struct Step {
 DEVICE int my_lane() { return my_thread() % 32; }
 DEVICE int my_warp() { return my_thread() / 32; }
 
-// A piece of a row, as work.py writes it, for one KV head; and which of its sixteens a warp takes: the last but `turn`, and so on.
+// A piece of some rows, as work.py writes it, for one KV head; and which of its sixteens a warp takes: the last but `turn`, and so on.
 struct Piece {
-    int row, table, begin, end, result, known, position, kv_head, turn, turns, count;
+    int row, rows, table, begin, end, result, known, position, kv_head, turn, turns, count;  // `position`: of the first row
 
     DEVICE Piece(const Step& step, int number) {
         const int* from = step.own + number / KV_HEADS * FIELDS;
-        row = from[0], table = from[2], begin = from[3], end = from[4], result = from[5], known = from[6];
+        row = from[0], rows = from[1], table = from[2], begin = from[3], end = from[4], result = from[5], known = from[6];
         kv_head = number % KV_HEADS, position = step.positions[row];
         turn = my_warp() % step.together, turns = step.together;
         const int sixteens = (end - begin + TOKENS - 1) / TOKENS;
@@ -56,6 +59,16 @@ struct Piece {
     }
     DEVICE bool has_new(int number) const { return token(number) + TOKENS > known; }
     DEVICE int row_of(int token) const { return row - (position - token); }  // of one that is this step's own
+    DEVICE bool writes(int token) const { return token >= position && token < position + rows && token < end; }
+    DEVICE u64 place_of_new(const Step& step, int token) const {  // in a cache
+        const int slot = step.slots[row_of(token)];
+        return u64(line_of(slot / SIZE, slot % SIZE, kv_head)) * DIM;
+    }
+    DEVICE bool has(int column) const { return column < rows * GROUP; }
+    DEVICE int room(int column, int token) const {  // how many tokens from this one on it sees
+        const int its_end = position + column / GROUP + 1;
+        return (its_end < end ? its_end : end) - token;
+    }
 };
 
 // Which blocks a warp's sixteens lie in: each lane knows of one of them.
@@ -89,24 +102,21 @@ struct Line {
     }
 };
 
-// What its numbers are turned by, of the left half.
+// What eight of its numbers of the left half, and those across from them, are turned by.
 struct Turns {
-    float cosines[SEGMENTS / 2][8], sines[SEGMENTS / 2][8];
+    float cosines[8], sines[8];
 
-    DEVICE void load(const Step& step, int position) {
-        const u64 from = u64(position) * (DIM / 2) + 8 * (my_lane() % 4);
+    DEVICE void load(const Step& step, int position, int segment) {
+        const u64 from = u64(position) * (DIM / 2) + 32 * segment + 8 * (my_lane() % 4);
 #pragma unroll
-        for (int at = 0; at < SEGMENTS / 2; at++)
-#pragma unroll
-            for (int half = 0; half < 8; half += 4) {
-                load_floats(cosines[at] + half, step.cosines + from + 32 * at + half);
-                load_floats(sines[at] + half, step.sines + from + 32 * at + half);
-            }
+        for (int half = 0; half < 8; half += 4)
+            load_floats(cosines + half, step.cosines + from + half), load_floats(sines + half, step.sines + from + half);
     }
 };
 
 // Norm and rotation. All four lanes of a line come here.
-DEVICE void turn(Line& line, const Turns& turns, const u16* norm, float eps) {
+template <class Get>
+DEVICE void turn(Line& line, const Get& angles_of, const u16* norm, float eps) {
     float scale = 1;
     if (HAS_NORM) {
         float squares = 0;
@@ -123,6 +133,7 @@ DEVICE void turn(Line& line, const Turns& turns, const u16* norm, float eps) {
     }
 #pragma unroll
     for (int at = 0; at < SEGMENTS / 2; at++) {
+        const Turns angles = angles_of(at);
         u32 *left = line.words[at], *right = line.words[at + SEGMENTS / 2], of_left[4], of_right[4];
         if (HAS_NORM) {
             load_words(of_left, norm + 32 * at + 8 * (my_lane() % 4));
@@ -135,7 +146,7 @@ DEVICE void turn(Line& line, const Turns& turns, const u16* norm, float eps) {
                 l[0] *= scale * low_of(of_left[word]), l[1] *= scale * high_of(of_left[word]);
                 r[0] *= scale * low_of(of_right[word]), r[1] *= scale * high_of(of_right[word]);
             }
-            const float *c = turns.cosines[at] + 2 * word, *s = turns.sines[at] + 2 * word;
+            const float *c = angles.cosines + 2 * word, *s = angles.sines + 2 * word;
             left[word] = packed(l[0] * c[0] - r[0] * s[0], l[1] * c[1] - r[1] * s[1]);
             right[word] = packed(r[0] * c[0] + l[0] * s[0], r[1] * c[1] + l[1] * s[1]);
         }
@@ -169,20 +180,18 @@ struct Keys {
             if (mine >= piece.known && mine < piece.end) lines[which].load(place(step, piece, mine));
         }
     }
-    DEVICE void turn_new(const Step& step, const Piece& piece, int first, const Turns& last) {
+    DEVICE void turn_new(const Step& step, const Piece& piece, int first) {
 #pragma unroll
         for (int which = 0; which < 2; which++) {
             const int mine = first + token(which);
             if (mine < piece.known || mine >= piece.end) continue;
-            if (mine == piece.position) {
-                turn(lines[which], last, step.k_norm, step.eps);
-                const int slot = step.slots[piece.row];
-                lines[which].store(step.k_cache + u64(line_of(slot / SIZE, slot % SIZE, piece.kv_head)) * DIM);
-            } else {
-                Turns turns;
-                turns.load(step, mine);
-                turn(lines[which], turns, step.k_norm, step.eps);
-            }
+            const auto angles_of = [&](int segment) {
+                Turns angles;
+                angles.load(step, mine, segment);
+                return angles;
+            };
+            turn(lines[which], angles_of, step.k_norm, step.eps);
+            if (piece.writes(mine)) lines[which].store(step.k_cache + piece.place_of_new(step, mine));
         }
     }
 };
@@ -219,23 +228,25 @@ struct Values {
     DEVICE void store_new(const Step& step, const Piece& piece, int first) const {
 #pragma unroll
         for (int which = 0; which < 4; which++) {
-            if (first + token(which) != piece.position || piece.position >= piece.end) continue;
-            const int slot = step.slots[piece.row];
-            u16* to = step.v_cache + u64(line_of(slot / SIZE, slot % SIZE, piece.kv_head)) * DIM;
+            const int mine = first + token(which);
+            if (!piece.writes(mine)) continue;
+            u16* to = step.v_cache + piece.place_of_new(step, mine);
 #pragma unroll
             for (int half = 0; half < HALVES; half++) store_words(to + column(half), words[which][half]);
         }
     }
 };
 
-DEVICE void mend(Keys& keys, Values& values, const Step& step, const Piece& piece, int first, const Turns& last) {
+DEVICE void load_new(Keys& keys, Values& values, const Step& step, const Piece& piece, int first) {
     keys.load_new(step, piece, first);
     values.load_new(step, piece, first);
-    keys.turn_new(step, piece, first, last);
+}
+DEVICE void finish_new(Keys& keys, const Values& values, const Step& step, const Piece& piece, int first) {
+    keys.turn_new(step, piece, first);
     values.store_new(step, piece, first);
 }
 
-// Of two heads.
+// Of two columns.
 struct Totals {
     float total[HALVES][4][4] = {}, peak[2] = {LOW, LOW}, mass[2] = {};
 
@@ -246,7 +257,7 @@ struct Totals {
             for (int at = 0; at < 16; at++) total[half][at / 4][at % 4] *= by[at % 2];
         mass[0] *= by[0], mass[1] *= by[1];
     }
-    DEVICE void add_up() {  // what lanes have of a head's mass
+    DEVICE void add_up() {  // what lanes have of a column's mass
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2)
             mass[0] += from_lane(mass[0], distance), mass[1] += from_lane(mass[1], distance);
@@ -272,7 +283,7 @@ struct Totals {
     }
 };
 
-// Weights of sixteen tokens for two heads: of a token and of one 8 on.
+// Weights of sixteen tokens for two columns: of a token and of one 8 on.
 DEVICE void weigh(float (&weights)[4], const Line& queries, const Keys& keys) {
     float others[4] = {};  // in turns, so that one need not wait for the other
 #pragma unroll
@@ -285,15 +296,15 @@ DEVICE void weigh(float (&weights)[4], const Line& queries, const Keys& keys) {
     for (int at = 0; at < 4; at++) weights[at] += others[at];
 }
 
-// What they come to, as products take them, tokens for depths. `room`: how many of the sixteen tokens a row sees.
+// What they come to, as products take them, tokens for depths. `room`: how many of the sixteen tokens either column sees.
 struct Shares {
     u32 early, late;
 };
-DEVICE Shares shares_of(float (&weights)[4], Totals& totals, float scale, int room) {
+DEVICE Shares shares_of(float (&weights)[4], Totals& totals, float scale, const int (&room)[2]) {
     float peak[2] = {totals.peak[0], totals.peak[1]}, fade[2];
 #pragma unroll
     for (int at = 0; at < 4; at++) {
-        weights[at] = Keys::token(at / 2) < room ? weights[at] * scale : lowest();
+        weights[at] = Keys::token(at / 2) < room[at % 2] ? weights[at] * scale : lowest();
         peak[at % 2] = larger(peak[at % 2], weights[at]);
     }
 #pragma unroll
@@ -318,14 +329,16 @@ DEVICE void add(Totals& totals, const Shares& shares, const Values& values) {
         }
 }
 
-// To where a row's output is to be, or, if it has other pieces, where they are put together.
-DEVICE void give(const Step& step, const Piece& piece, const Totals& totals, bool is_whole) {
+// To where rows' output is to be, or, if they have so many other pieces, where they are put together.
+DEVICE void give(const Step& step, const Piece& piece, const Totals& totals, int others) {
+    const bool is_whole = others == 0;
 #pragma unroll
     for (int which = 0; which < 2; which++) {
-        const int head = my_lane() % 4 * 2 + which;
-        if (head >= GROUP) continue;
+        const int column = my_lane() % 4 * 2 + which, row = column / GROUP;
+        if (!piece.has(column)) continue;
         const float share = 1 / totals.mass[which];
-        const u64 at = u64(is_whole ? piece.row : piece.result) * HEADS + piece.kv_head * GROUP + head;
+        const int to = is_whole ? piece.row + row : piece.result + row * (others + 1);
+        const u64 at = u64(to) * HEADS + piece.kv_head * GROUP + column % GROUP;
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
             const auto number = [&](int of) { return totals.total[half][of / 2][of % 2 * 2 + which]; };
@@ -344,7 +357,7 @@ DEVICE void give(const Step& step, const Piece& piece, const Totals& totals, boo
     }
 }
 
-// Of a row's pieces one is last: its warps put them together, and leave the count as it was.
+// Of some rows' pieces one is last: its warps put them together, and leave the count as it was.
 DEVICE void merge(const Step& step, const Piece& piece, int others, u32 is_last) {
     const int name = 1 + my_warp() / piece.turns, count = 32 * piece.turns, thread = my_thread() % count;
     meet_threads(name, count);
@@ -355,7 +368,7 @@ DEVICE void merge(const Step& step, const Piece& piece, int others, u32 is_last)
         keep_word(is_last, last);
     }
     meet_threads(name, count);
-    if (kept_word(is_last)) put_together(step, piece.row, piece.kv_head, thread, count);
+    for (int at = 0; kept_word(is_last) && at < piece.rows; at++) put_together(step, piece.row + at, piece.kv_head, thread, count);
 }
 
 struct Shared {
@@ -369,7 +382,8 @@ DEVICE void attend(const Step& step, const Shared& here, const Piece& piece, boo
     Keys keys;
     Values values;
     Line queries;
-    Turns turns;
+    Turns angles[SEGMENTS / 2];
+    const int column = my_lane() / 4, row = piece.has(column) ? column / GROUP : 0;
     const int others = step.starts[piece.row + 1] - step.starts[piece.row] - 1;
     const auto block = [&](int number) { return blocks.of(step, piece, number); };
     if (piece.count > 0) {
@@ -377,14 +391,17 @@ DEVICE void attend(const Step& step, const Shared& here, const Piece& piece, boo
         keys.bring(step, piece, first, piece.token(0));
         values.bring(step, piece, first, piece.token(0));
     }
-    turns.load(step, piece.position);
+#pragma unroll
+    for (int at = 0; at < SEGMENTS / 2; at++) angles[at].load(step, piece.position + row, at);
     if (!has_waited) wait_for_kernel_before(), has_waited = true;
-    if (my_lane() / 4 < GROUP)
-        queries.load(step.qkv + (u64(piece.row) * ALL_HEADS + piece.kv_head * GROUP + my_lane() / 4) * DIM);
+    if (piece.has(column))
+        queries.load(step.qkv + (u64(piece.row + row) * ALL_HEADS + piece.kv_head * GROUP + column % GROUP) * DIM);
     else
         queries.clear();
-    if (piece.count > 0 && piece.has_new(0)) mend(keys, values, step, piece, piece.token(0), turns);
-    turn(queries, turns, step.q_norm, step.eps);
+    const bool has_new = piece.count > 0 && piece.has_new(0);
+    if (has_new) load_new(keys, values, step, piece, piece.token(0));
+    turn(queries, [&](int segment) { return angles[segment]; }, step.q_norm, step.eps);
+    if (has_new) finish_new(keys, values, step, piece, piece.token(0));
     Totals totals;
     for (int number = 0; number < piece.count; number++) {
         const bool has_next = number + 1 < piece.count;
@@ -392,11 +409,15 @@ DEVICE void attend(const Step& step, const Shared& here, const Piece& piece, boo
         float weights[4] = {};
         weigh(weights, queries, keys);
         if (has_next) keys.bring(step, piece, next, piece.token(number + 1));
-        const Shares shares = shares_of(weights, totals, step.scale, piece.end - piece.token(number));
+        const int two = my_lane() % 4 * 2, room[2] = {piece.room(two, piece.token(number)), piece.room(two + 1, piece.token(number))};
+        const Shares shares = shares_of(weights, totals, step.scale, room);
         add(totals, shares, values);
         if (has_next) {
             values.bring(step, piece, next, piece.token(number + 1));
-            if (piece.has_new(number + 1)) mend(keys, values, step, piece, piece.token(number + 1), turns);
+            if (piece.has_new(number + 1)) {
+                load_new(keys, values, step, piece, piece.token(number + 1));
+                finish_new(keys, values, step, piece, piece.token(number + 1));
+            }
         }
     }
     totals.add_up();
@@ -407,7 +428,7 @@ DEVICE void attend(const Step& step, const Shared& here, const Piece& piece, boo
         meet_threads(name, count);
         for (int other = 1; piece.turn == 0 && other < piece.turns; other++) totals.hear(said + other * (SAID * 128));
     }
-    if (piece.turn == 0) give(step, piece, totals, others == 0);
+    if (piece.turn == 0) give(step, piece, totals, others);
     if (others > 0) merge(step, piece, others, here.is_last + my_warp() / piece.turns * 4);
     if (piece.turns > 1) meet_threads(name, count);  // what was said has been heard
 }

@@ -238,6 +238,7 @@ class CudaSteps:
             self._block_size,
             backend.group_rows,
             backend.tile_rows,
+            own_rows=backend.own_rows,
             item_rows=backend.item_rows,
             alone=backend.exact,
         )

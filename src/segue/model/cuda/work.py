@@ -4,6 +4,8 @@
     row 1   |                              |--- own ---|        and one for each stretch that a group shares
     row 2   |                              |- own -|
     row 3   |-------------- own --------------|
+    row 4   |--------------- own ---------------|       rows that follow each other in a sequence may have theirs together:
+    row 5   |---------------- own ---------------|      each sees as much of it as it is to see
 
 A context of more than 256 tokens is cut into pieces of 128, or into thirty-two where that would be more: by its own length
 alone, so that its sum is the same whatever else is in the step. Pieces that many rows share take longer to put together, so long
@@ -44,7 +46,8 @@ class Group(NamedTuple):
 
 
 class Work(NamedTuple):
-    """`own` and `shared` are lists of pieces; row i is the sum of `results[starts[i] … starts[i + 1] - 1]`."""
+    """`own` and `shared` are lists of pieces; row i is the sum of `results[starts[i] … starts[i + 1] - 1]`. Of an own piece of
+    several rows, the first one's result is said; the others' have the same place among the row's own."""
 
     own: IntArray
     shared: IntArray
@@ -74,29 +77,35 @@ def plan_work(
     most: int = 64,
     *,
     known: IntArray | None = None,
+    sets: IntArray | None = None,
     fixed: bool = False,
 ) -> Work:
     """Row i sees tokens `begins[i] … ends[i]-1` by itself, through table `tables[i]`, and those before with its group. Tokens
-    from `known[i]` on are this step's own; all that groups share is older. A piece has `most` rows at most. `fixed`: how a
-    stretch is cut does not depend on which others there are."""
-    length = ends - begins
+    from `known[i]` on are this step's own; all that groups share is older. A shared piece has `most` rows at most. `sets`: the
+    first rows of neighbours that follow each other in one sequence, and have their own pieces together; if not said, each row is
+    a set. `fixed`: how a stretch is cut does not depend on which others there are."""
+    assert sets is None or not groups
+    firsts = np.arange(len(ends), dtype=np.int32) if sets is None else sets
+    sizes = np.diff(firsts, append=np.int32(len(ends)))
+    begin, end = begins[firsts], ends[firsts + sizes - 1]
+    length = end - begin
     each = piece_length(length)
     counts = -(-length // each)
     starts = np.zeros(len(ends) + 1, np.int32)
-    counts.cumsum(out=starts[1:])
-    total = int(starts[-1])
-    number = np.arange(total, dtype=np.int32)
-    row = np.arange(len(ends), dtype=np.int32).repeat(counts)
-    each = each[row]
-    own = np.empty((total, FIELDS), np.int32)
-    own[:, 0], own[:, 1], own[:, 2], own[:, 5] = row, 1, tables[row], number
+    counts.repeat(sizes).cumsum(out=starts[1:])
+    which = np.arange(len(firsts), dtype=np.int32).repeat(counts)
+    number = (
+        np.arange(len(which), dtype=np.int32) - (counts.cumsum(dtype=np.int32) - counts)[which]
+    )  # of a set's pieces
+    row, each = firsts[which], each[which]
+    own = np.empty((len(which), FIELDS), np.int32)
+    own[:, 0], own[:, 1], own[:, 2], own[:, 5] = row, sizes[which], tables[row], starts[row] + number
     own[:, 6] = (ends if known is None else known)[row]
-    begin = begins[row] + (number - starts[row]) * each
-    own[:, 3] = begin
-    np.minimum(begin + each, ends[row], out=own[:, 4])
+    own[:, 3] = begin[which] + number * each
+    np.minimum(own[:, 3] + each, end[which], out=own[:, 4])
     if not groups:
-        return Work(own, own[:0], number, starts)
-    shared, rows, results = _shared(groups, total, most, is_only=len(groups) == 1 and not fixed)
+        return Work(own, own[:0], np.arange(starts[-1], dtype=np.int32), starts)
+    shared, rows, results = _shared(groups, int(starts[-1]), most, is_only=len(groups) == 1 and not fixed)
     rows, results = np.concatenate([rows, row]), np.concatenate([results, own[:, 5]])
     order = np.argsort(rows, kind="stable")
     starts = np.searchsorted(rows[order], np.arange(len(ends) + 1)).astype(np.int32)
