@@ -141,12 +141,11 @@ def first(engine: Engine, prompt: Prompts) -> Figures:
         timed(engine, known, one, detokenize=False)
         warm = least(lambda known=known: timed(engine, known, one, detokenize=False), 12)
         state = engine.generate(known, one, hold=True, detokenize=False)[0].request_id
-        suffix = prompt(5)
 
-        def run(state=state, suffix=suffix) -> float:
-            return timed(engine, Request(params=one, parent=state, suffix=suffix, detokenize=False))
+        def run(state=state) -> float:  # by other tokens each time, since those that came before are known
+            return timed(engine, Request(params=one, parent=state, suffix=prompt(5), detokenize=False))
 
-        run()
+        run(), run()
         found[f"first token, cold {length}"] = cold * 1e3
         found[f"first token, known {length}"] = warm * 1e3
         found[f"first token, {length} continued by 5"] = least(run, 30) * 1e3
@@ -168,19 +167,20 @@ def beams(engine: Engine, prompt: Prompts) -> Figures:
     plain, chosen = BeamParams(width=32, max_tokens=3, ignore_eos=True), BeamParams(width=32, catalogue="items")
     states = [engine.generate(prompt(705), one, hold=True, detokenize=False)[0].request_id for _ in range(16)]
     for name, beam in ((BEAMS, plain), ("the same among 100,000 items", chosen)):
-        suffix = prompt(5)
 
-        def run(state=states[0], beam=beam, suffix=suffix) -> float:
-            return timed(engine, Request(beam=beam, parent=state, suffix=suffix, detokenize=False))
+        def search(state: str, beam: BeamParams = beam) -> Request:
+            return Request(beam=beam, parent=state, suffix=prompt(5), detokenize=False)
 
-        run()
+        def run(search=search) -> float:
+            return timed(engine, search(states[0]))
+
+        def run_many(count: int = 4, search=search) -> float:
+            return timed(engine, [search(state) for state in states for _ in range(count)])
+
+        run(), run()
         found[name] = least(run, 12) * 1e3
-        many = [
-            Request(beam=beam, parent=state, suffix=prompt(5), detokenize=False) for state in states for _ in range(4)
-        ]
-        timed(engine, many[:16])
-        timed(engine, many)
-        found[f"{name}, many at once, a second"] = len(many) / least(lambda many=many: timed(engine, many), 4)
+        run_many(1), run_many()
+        found[f"{name}, many at once, a second"] = 4 * len(states) / least(run_many, 4)
     for state in states:
         engine.release(state)
     return found

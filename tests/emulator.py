@@ -89,15 +89,15 @@ class EmulatedPieceKernel(_Emulated):
 
 
 class EmulatedRowKernel(_Emulated):
-    """With so many programs, of whose warps so many share a piece."""
+    """With so many programs."""
 
-    def __init__(self, emulator, kind, dtype, together=1, programs=3, seed=0, source=None):
+    def __init__(self, emulator, kind, dtype, programs=3, seed=0, source=None):
         super().__init__(emulator, kind, dtype, seed, source)
-        self.together, self.programs = together, programs
+        self.programs = programs
 
     def attend(self, given, listed, *, scale, eps):
         def describe(given):
-            return fused.row_step(given, listed, self.together, scale=scale, eps=eps)
+            return fused.row_step(given, listed, scale=scale, eps=eps)
 
         return self._run("rows", 1, 1, given, describe, self.programs)
 

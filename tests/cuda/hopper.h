@@ -104,8 +104,8 @@ inline void wait_until(std::function<bool()> ready) {
 }
 
 // Now and then a thread is held up, for whatever reason.
-inline void linger() {
-    if (dice() % 64) return;
+inline void linger(u32 seldom) {
+    if (dice() % seldom) return;
     me->pause = int(dice() % 64);
     swapcontext(&me->context, &scheduler);
 }
@@ -281,6 +281,7 @@ inline float shared_float(u32 at) {
 inline void shared_two(float* two, u32 at) { memcpy(two, device::memory(device::block(), at, 8), 8); }
 inline void shared_four(float* four, u32 at) { memcpy(four, device::memory(device::block(), at, 16), 16); }
 inline void keep(u32 at, const void* from, u32 size) {
+    device::linger(256);
     memcpy(device::memory(device::block(), at, size), from, size);
     device::block().unfenced[at / 16] = device::me->thread;
 }
@@ -307,7 +308,7 @@ inline T loaded(const void* from) {
 inline uint2 load_pair(const void* from) { return loaded<uint2>(from); }
 inline void store_pair(void* to, uint2 value) {
     device::must_have_waited();
-    device::linger();
+    device::linger(64);
     memcpy(to, &value, 8);
 }
 template <class T>

@@ -30,11 +30,11 @@ def test_rows_see_what_they_are_to_see(what, emulator):
         assert case.is_right(kernel)
 
 
-@pytest.mark.parametrize("together", [1, 2, 4])
+@pytest.mark.parametrize("programs", [3, 13, 26])  # so many that one, two or four warps share a piece
 @pytest.mark.parametrize("what", ALONE)
-def test_rows_alone_see_what_they_are_to_see(what, together, emulator):
+def test_rows_alone_see_what_they_are_to_see(what, programs, emulator):
     case = Case(QWEN, rows_of(QWEN, what), own_rows=QWEN.own_rows)
-    kernel = EmulatedRowKernel(emulator, QWEN, case.dtype, together)
+    kernel = EmulatedRowKernel(emulator, QWEN, case.dtype, programs)
     for kernel.seed in range(3):
         assert case.is_right(kernel)
 
@@ -62,7 +62,7 @@ def test_other_models(kind, dtype, emulator):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_alone_of_other_models(kind, dtype, emulator):
     for seed, what in enumerate(ALONE):
-        kernel = EmulatedRowKernel(emulator, kind, dtype, together=1 << seed % 3, seed=seed)
+        kernel = EmulatedRowKernel(emulator, kind, dtype, programs=4 << seed, seed=seed)
         assert Case(kind, rows_of(kind, what), dtype=dtype, own_rows=kind.own_rows).is_right(kernel)
 
 
@@ -99,13 +99,13 @@ def test_any_step(emulator, parts, kind, slots, seed):
 
 @settings(max_examples=12, deadline=None)
 @given(
-    st.lists(SPAN, min_size=1, max_size=5), st.sampled_from([QWEN, LLAMA, SMOL]), st.sampled_from([1, 2, 4]),
-    st.integers(1, 12), st.integers(0, 2**30),
+    st.lists(SPAN, min_size=1, max_size=5), st.sampled_from([QWEN, LLAMA, SMOL]), st.integers(1, 24),
+    st.integers(0, 2**30),
 )  # fmt: skip
-def test_any_rows_alone(emulator, spans, kind, together, programs, seed):
+def test_any_rows_alone(emulator, spans, kind, programs, seed):
     rows = sequences([(start, start + count) for start, count in spans], Blocks(300, seed), kind.size)
     case = Case(kind, rows, num_blocks=300, seed=seed, own_rows=1 + seed % kind.own_rows)
-    assert case.is_right(EmulatedRowKernel(emulator, kind, case.dtype, together, programs, seed))
+    assert case.is_right(EmulatedRowKernel(emulator, kind, case.dtype, programs, seed))
 
 
 SEARCH = st.tuples(st.integers(1, 350), st.integers(1, 40), st.integers(1, 6))
@@ -198,26 +198,28 @@ BEAM_FAULTS = {
 
 ROW_FAULTS = {
     "reads what is not written yet": (
-        "if (!has_waited) wait_for_kernel_before(), has_waited = true;", "", "some tokens of one", 1,
+        "if (!has_waited) wait_for_kernel_before(), has_waited = true;", "", "some tokens of one", 2,
     ),
-    "ends before its turn": ("    if (!has_waited) wait_for_kernel_before();\n}", "}", "a long one alone", 1, 60),
+    "ends before its turn": ("    if (!has_waited) wait_for_kernel_before();\n}", "}", "a long one alone", 60),
+    "norms and angles before they are there": (
+        "        meet_warp();\n    }\n};\n\n// Norm and", "    }\n};\n\n// Norm and", "a beginning", 6,
+    ),
     "sums that are heard before they are said": (
-        "        meet_threads(name, count);\n        for (int other", "        for (int other", "a long one alone", 4,
-    ),
-    "the next piece's sums over those that are still to be heard": (
-        "if (piece.turns > 1) meet_threads(name, count);  // what was said", "// what was said", "one after each other", 2,
+        "        meet_threads(name, count);\n        for (int other", "        for (int other", "a long one alone", 13,
     ),
     "sums that are put together before all are there": (
-        "    meet_threads(name, count);\n    if (thread == 0) {", "    if (thread == 0) {", "one after each other", 1, 6,
+        "    meet_threads(name, count);\n    if (thread == 0) {", "    if (thread == 0) {", "one after each other", 6,
     ),
     "who is last is read before it is known": (
-        "    meet_threads(name, count);\n    for (int at = 0; kept", "    for (int at = 0; kept", "one after each other", 4,
+        "    meet_threads(name, count);\n    for (int at = 0; kept", "    for (int at = 0; kept",
+        "one after each other", 2,
     ),
     "values of nobody": (
         "if (first + token(which) < piece.known && first + token(which) < piece.end)\n                load(",
-        "if (true)\n                load(", "a long one alone", 1,
+        "if (true)\n                load(", "a long one alone", 2,
     ),
-    "a row sees what comes after it": ("(its_end < end ? its_end : end)", "end", "some tokens of one", 1),
+    "a row sees what comes after it": ("(its_end < end ? its_end : end)", "end", "some tokens of one", 2),
+    "queries that are turned again": ("int which = are_fresh ? -1 : 0", "int which = -1", "a beginning", 2),
 }  # fmt: skip
 
 
@@ -239,13 +241,11 @@ def test_the_emulator_notices_in_beams(fault, emulator):
 
 @pytest.mark.parametrize("fault", ROW_FAULTS)
 def test_the_emulator_notices_in_rows_alone(fault, emulator):
-    line, instead, what, together, *programs = ROW_FAULTS[fault]
+    line, instead, what, programs = ROW_FAULTS[fault]
     source = whole("rows.cu")
     assert source.count(line) == 1
     case = Case(QWEN, rows_of(QWEN, what), own_rows=QWEN.own_rows)
-    kernel = EmulatedRowKernel(
-        emulator, QWEN, case.dtype, together, *(programs or [2]), source=source.replace(line, instead)
-    )
+    kernel = EmulatedRowKernel(emulator, QWEN, case.dtype, programs, source=source.replace(line, instead))
     assert any(not case.is_right(kernel) for kernel.seed in range(12))
 
 
@@ -281,19 +281,7 @@ def test_two_programs_fit_on_a_multiprocessor(dim):
         assert layout.stages >= 3 and layout.shared_bytes <= 113 * 1024
 
 
-def test_few_rows_have_several_warps_for_each_piece():
-    kind = Kind(16, 8, 128, 16, False)
-    assert [fused.together(kind, rows, 1584) for rows in (1, 5, 32, 49, 50, 64, 99, 100, 256)] == [
-        4,
-        4,
-        4,
-        4,
-        2,
-        2,
-        2,
-        1,
-        1,
-    ]
+def test_how_many_rows_of_a_sequence_have_pieces_together():
     assert [Kind(heads, 2, 128, 16, False).own_rows for heads in (2, 4, 6, 8, 10, 16, 18)] == [8, 4, 2, 2, 1, 1, 0]
 
 

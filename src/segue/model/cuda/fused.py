@@ -23,7 +23,7 @@ LANES = 64  # query heads times rows, at most
 BOX = 16  # tokens that beams' items are made of
 THREADS = 160
 RANKS = (8, 4, 2)  # programs of a cluster
-ROW_WARPS, ROW_PROGRAMS = 4, 3  # of a program; on a multiprocessor
+ROW_WARPS, ROW_PROGRAMS = 4, 2  # of a program; on a multiprocessor
 _HALF_BYTES = 113 * 1024  # so that two programs are on a multiprocessor, of which one may be of the next kernel
 _MOST_STAGES = 8
 
@@ -59,7 +59,7 @@ class RowStep(ctypes.Structure):
         ("scale", c_float),
         ("eps", c_float),
         ("table_stride", c_int),
-        ("together", c_int),
+        ("padding", c_int),
     )
 
 
@@ -142,13 +142,9 @@ def beam_layout(kind: Kind) -> Layout:
 
 
 def row_bytes(kind: Kind) -> int:
-    """What four warps say to each other."""
-    return ROW_WARPS * (128 * (kind.dim // 4 + 4) + 4)
-
-
-def together(kind: Kind, num_rows: int, warps: int) -> int:
-    """How many share a piece, so that all of so many warps have one, if contexts are short."""
-    return next((each for each in (4, 2) if each * num_rows * kind.kv_heads <= warps), 1)
+    """What four warps keep: norms and angles, and what they say to each other."""
+    kept, said = 4 * kind.dim * (1 + FEW), 128 * (kind.dim // 4 + 4)
+    return ROW_WARPS * (max(kept, said) + 4)
 
 
 def possible_ranks(kind: Kind, each: int) -> list[int]:
@@ -212,11 +208,11 @@ def piece_step(given: Given, listed: Listed, keys: Any, values: Any, *, scale: f
     return PieceStep(keys, values, *pointers, scale * LOG2E, eps, given.tables.stride(0), int(listed.shared is None))
 
 
-def row_step(given: Given, listed: Listed, together: int, *, scale: float, eps: float) -> RowStep:
+def row_step(given: Given, listed: Listed, *, scale: float, eps: float) -> RowStep:
     """Pieces put themselves together."""
     assert listed.shared is None
     pointers = (*given.pointers, *addresses(listed.own, *listed[2:]))
-    return RowStep(*pointers, scale * LOG2E, eps, given.tables.stride(0), together)
+    return RowStep(*pointers, scale * LOG2E, eps, given.tables.stride(0))
 
 
 def beam_step(given: Given, items: BeamItems, *maps: Any, scale: float, eps: float) -> BeamStep:
@@ -254,8 +250,7 @@ class RowKernel:
 
     def attend(self, given: Given, listed: Listed, *, scale: float, eps: float) -> None:
         """All rows are done in `out`."""
-        warps = together(self.kind, len(given.qkv), self._programs * ROW_WARPS)
-        self._kernel.launch(row_step(given, listed, warps, scale=scale, eps=eps), self._programs, self._bytes)
+        self._kernel.launch(row_step(given, listed, scale=scale, eps=eps), self._programs, self._bytes)
 
 
 class BeamKernel:

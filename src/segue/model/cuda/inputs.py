@@ -10,9 +10,7 @@ import numpy as np
 from segue.engine import Row, SearchStep
 from segue.model.cuda.work import FIELDS, Group, IntArray, Work, plan_items, plan_work
 
-MUCH = (
-    256  # tokens that sequences must have in common, to be read once for all of them; shared parts are multiples of it
-)
+MUCH = 256  # tokens that sequences must have in common, to be read once for all of them
 FEW = 16  # new tokens of a sequence, up to which each is a row of its own
 TILE_FIELDS = 4  # of a tile: first row, rows, table, first position
 
@@ -189,9 +187,9 @@ def _prefixes(rows: Sequence[Row], tables: IntArray, bounds: list[int], block_si
         if end - at > 1:
             same = (tables[at:end] == tables[at]).all(0)
             common = int(np.argmin(same)) if not same.all() else len(same)
-            common = min(common * block_size, min(row.start for row in rows[at:end]))
-            if (shared := common // MUCH * MUCH) > 0:
-                groups.append(Group(bounds[at], end - at, at, shared))
+            common = min(common, min(row.start for row in rows[at:end]) // block_size) * block_size
+            if common >= MUCH:
+                groups.append(Group(bounds[at], end - at, at, common))
         at = end
     return groups
 

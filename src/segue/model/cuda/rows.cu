@@ -3,9 +3,12 @@
 //
 // What a row and a KV head have to multiply is one to eight columns wide. A warpgroup's product would be for nobody but them, and all
 // it has to read would have to be in shared memory first. So a warp does a piece of a row out of its registers, sixteen tokens at a
-// time, beginning with the newest, and a multiprocessor has twelve such warps: while some wait, others have something to do. Where
+// time, beginning with the newest, and a multiprocessor has many such warps: while some wait, others have something to do. Where
 // pieces are few, two or four warps share one, and take sixteens in turns. Rows that follow each other in a sequence have pieces
 // together, as many as have columns; each sees no more than what came before it.
+//
+// Norms and angles are brought to shared memory before the kernel's turn. Registers are what there is least of: a kernel that keeps some
+// of them in memory takes a third longer.
 //
 // A product of a warp has sixteen lines, eight columns, and is sixteen deep. Weights have tokens for lines and heads for columns; what
 // comes of them has a value's numbers for lines. What lies side by side in memory need not do so in a product: lanes load sixteen bytes,
@@ -25,7 +28,8 @@
 
 static_assert(GROUP <= 8 && SIZE % 16 == 0);
 constexpr int SEGMENTS = DIM / 32, WARPS = 4, PROGRAM = 32 * WARPS, TOKENS = 16;
-constexpr int SAID = HALVES * 16 + 4;  // numbers that a lane says of a piece to another warp
+constexpr int SAID = HALVES * 16 + 4;                                   // numbers that a lane says of a piece to another warp
+constexpr int MOST_NEW = 16, NORM_BYTES = DIM * 2, ANGLES_BYTES = DIM * 4;  // of a position: cosines, then sines
 
 struct Step {
     const u16* qkv;  // [rows, ALL_HEADS, DIM]
@@ -36,7 +40,7 @@ struct Step {
     float *sums, *logs;
     int* arrivals;
     float scale, eps;  // the scale is for exponentials to base 2
-    int table_stride, together;  // warps that share a piece: 1, 2 or 4
+    int table_stride;
 };
 
 DEVICE int my_lane() { return my_thread() % 32; }
@@ -46,11 +50,11 @@ DEVICE int my_warp() { return my_thread() / 32; }
 struct Piece {
     int row, rows, table, begin, end, result, known, position, kv_head, turn, turns, count;  // `position`: of the first row
 
-    DEVICE Piece(const Step& step, int number) {
+    DEVICE Piece(const Step& step, int number, int together) {  // warps that share it: 1, 2 or 4
         const int* from = step.own + number / KV_HEADS * FIELDS;
         row = from[0], rows = from[1], table = from[2], begin = from[3], end = from[4], result = from[5], known = from[6];
         kv_head = number % KV_HEADS, position = step.positions[row];
-        turn = my_warp() % step.together, turns = step.together;
+        turn = my_warp() % together, turns = together;
         const int sixteens = (end - begin + TOKENS - 1) / TOKENS;
         count = (sixteens - turn + turns - 1) / turns;
     }
@@ -58,7 +62,8 @@ struct Piece {
         return begin + ((end - begin - 1) / TOKENS - turn - number * turns) * TOKENS;
     }
     DEVICE bool has_new(int number) const { return token(number) + TOKENS > known; }
-    DEVICE int row_of(int token) const { return row - (position - token); }  // of one that is this step's own
+    DEVICE bool is_new(int token) const { return token >= known && token < end; }
+    DEVICE int row_of(int token) const { return row - (position - token); }  // of one that is new
     DEVICE bool writes(int token) const { return token >= position && token < position + rows && token < end; }
     DEVICE u64 place_of_new(const Step& step, int token) const {  // in a cache
         const int slot = step.slots[row_of(token)];
@@ -102,21 +107,40 @@ struct Line {
     }
 };
 
-// What eight of its numbers of the left half, and those across from them, are turned by.
-struct Turns {
-    float cosines[8], sines[8];
+// A warp's own shared memory: norms of queries and keys, and the angles of all new positions of its piece; then what it says of its
+// piece to another warp.
+struct Shared {
+    u32 norms, angles, said, is_last;
 
-    DEVICE void load(const Step& step, int position, int segment) {
-        const u64 from = u64(position) * (DIM / 2) + 32 * segment + 8 * (my_lane() % 4);
-#pragma unroll
-        for (int half = 0; half < 8; half += 4)
-            load_floats(cosines + half, step.cosines + from + half), load_floats(sines + half, step.sines + from + half);
+    DEVICE Shared() {
+        norms = shared_begin() + my_warp() * BYTES;
+        angles = norms + 2 * NORM_BYTES, said = norms, is_last = shared_begin() + WARPS * BYTES + my_warp() * 4;
+    }
+    DEVICE u32 norm(bool of_key) const { return norms + of_key * NORM_BYTES; }
+
+    static constexpr int NORMS_AND_ANGLES = 2 * NORM_BYTES + MOST_NEW * ANGLES_BYTES;
+    static constexpr int BYTES = NORMS_AND_ANGLES > SAID * 128 ? NORMS_AND_ANGLES : SAID * 128;
+
+    DEVICE void bring(const Step& step, const Piece& piece) const {
+        const int lane = my_lane(), half = lane / 16, at = lane % 16;
+        u32 words[4];
+        meet_warp();  // nobody looks at the last piece's any more
+        if (HAS_NORM && at < DIM / 8) {
+            load_words(words, (half ? step.k_norm : step.q_norm) + at * 8);
+            keep_words(norm(half) + at * 16, words);
+        }
+        const float* from = half ? step.sines : step.cosines;
+        for (int position = piece.known; at < DIM / 8 && position < piece.position + piece.rows; position++) {
+            load_words(words, reinterpret_cast<const u16*>(from + u64(position) * (DIM / 2) + at * 4));
+            keep_words(angles + (position - piece.known) * ANGLES_BYTES + half * (ANGLES_BYTES / 2) + at * 16, words);
+        }
+        meet_warp();
     }
 };
 
 // Norm and rotation. All four lanes of a line come here.
-template <class Get>
-DEVICE void turn(Line& line, const Get& angles_of, const u16* norm, float eps) {
+DEVICE void turn(Line& line, u32 norm, u32 angles, float eps) {
+    const int column = my_lane() % 4 * 8;
     float scale = 1;
     if (HAS_NORM) {
         float squares = 0;
@@ -133,22 +157,27 @@ DEVICE void turn(Line& line, const Get& angles_of, const u16* norm, float eps) {
     }
 #pragma unroll
     for (int at = 0; at < SEGMENTS / 2; at++) {
-        const Turns angles = angles_of(at);
         u32 *left = line.words[at], *right = line.words[at + SEGMENTS / 2], of_left[4], of_right[4];
         if (HAS_NORM) {
-            load_words(of_left, norm + 32 * at + 8 * (my_lane() % 4));
-            load_words(of_right, norm + DIM / 2 + 32 * at + 8 * (my_lane() % 4));
+            kept_words(of_left, norm + 64 * at + 2 * column);
+            kept_words(of_right, norm + DIM + 64 * at + 2 * column);
         }
 #pragma unroll
-        for (int word = 0; word < 4; word++) {
-            float l[2] = {low_of(left[word]), high_of(left[word])}, r[2] = {low_of(right[word]), high_of(right[word])};
-            if (HAS_NORM) {
-                l[0] *= scale * low_of(of_left[word]), l[1] *= scale * high_of(of_left[word]);
-                r[0] *= scale * low_of(of_right[word]), r[1] *= scale * high_of(of_right[word]);
+        for (int two = 0; two < 2; two++) {
+            float c[4], s[4];
+            shared_four(c, angles + 128 * at + 4 * column + 16 * two);
+            shared_four(s, angles + ANGLES_BYTES / 2 + 128 * at + 4 * column + 16 * two);
+#pragma unroll
+            for (int word = 2 * two; word < 2 * two + 2; word++) {
+                float l[2] = {low_of(left[word]), high_of(left[word])}, r[2] = {low_of(right[word]), high_of(right[word])};
+                if (HAS_NORM) {
+                    l[0] *= scale * low_of(of_left[word]), l[1] *= scale * high_of(of_left[word]);
+                    r[0] *= scale * low_of(of_right[word]), r[1] *= scale * high_of(of_right[word]);
+                }
+                const float *mine_c = c + word % 2 * 2, *mine_s = s + word % 2 * 2;
+                left[word] = packed(l[0] * mine_c[0] - r[0] * mine_s[0], l[1] * mine_c[1] - r[1] * mine_s[1]);
+                right[word] = packed(r[0] * mine_c[0] + l[0] * mine_s[0], r[1] * mine_c[1] + l[1] * mine_s[1]);
             }
-            const float *c = angles.cosines + 2 * word, *s = angles.sines + 2 * word;
-            left[word] = packed(l[0] * c[0] - r[0] * s[0], l[1] * c[1] - r[1] * s[1]);
-            right[word] = packed(r[0] * c[0] + l[0] * s[0], r[1] * c[1] + l[1] * s[1]);
         }
     }
 }
@@ -175,24 +204,8 @@ struct Keys {
     }
     DEVICE void load_new(const Step& step, const Piece& piece, int first) {
 #pragma unroll
-        for (int which = 0; which < 2; which++) {
-            const int mine = first + token(which);
-            if (mine >= piece.known && mine < piece.end) lines[which].load(place(step, piece, mine));
-        }
-    }
-    DEVICE void turn_new(const Step& step, const Piece& piece, int first) {
-#pragma unroll
-        for (int which = 0; which < 2; which++) {
-            const int mine = first + token(which);
-            if (mine < piece.known || mine >= piece.end) continue;
-            const auto angles_of = [&](int segment) {
-                Turns angles;
-                angles.load(step, mine, segment);
-                return angles;
-            };
-            turn(lines[which], angles_of, step.k_norm, step.eps);
-            if (piece.writes(mine)) lines[which].store(step.k_cache + piece.place_of_new(step, mine));
-        }
+        for (int which = 0; which < 2; which++)
+            if (piece.is_new(first + token(which))) lines[which].load(place(step, piece, first + token(which)));
     }
 };
 
@@ -222,7 +235,7 @@ struct Values {
 #pragma unroll
         for (int which = 0; which < 4; which++) {
             const int mine = first + token(which);
-            if (mine >= piece.known && mine < piece.end) load(Keys::place(step, piece, mine) + KV_HEADS * DIM, which);
+            if (piece.is_new(mine)) load(Keys::place(step, piece, mine) + KV_HEADS * DIM, which);
         }
     }
     DEVICE void store_new(const Step& step, const Piece& piece, int first) const {
@@ -237,13 +250,31 @@ struct Values {
     }
 };
 
-DEVICE void load_new(Keys& keys, Values& values, const Step& step, const Piece& piece, int first) {
-    keys.load_new(step, piece, first);
-    values.load_new(step, piece, first);
-}
-DEVICE void finish_new(Keys& keys, const Values& values, const Step& step, const Piece& piece, int first) {
-    keys.turn_new(step, piece, first);
-    values.store_new(step, piece, first);
+// What has just come of the product: queries, if they are `fresh`, and keys. One after the other by the same instructions, since these
+// have to be read too.
+DEVICE void turn_new(Line& queries, Keys& keys, const Step& step, const Shared& here, const Piece& piece, int first, bool are_fresh) {
+    const int column = my_lane() / 4;
+#pragma unroll 1
+    for (int which = are_fresh ? -1 : 0; which < 2; which++) {
+        const bool is_query = which < 0;
+        const int token = is_query ? piece.position + column / GROUP : first + Keys::token(which);
+        if (is_query ? !piece.has(column) : !piece.is_new(token)) continue;
+        Line line;
+#pragma unroll
+        for (int at = 0; at < 4 * SEGMENTS; at++) {
+            const u32 of_query = queries.words[at / 4][at % 4], of_key = keys.lines[0].words[at / 4][at % 4];
+            line.words[at / 4][at % 4] = is_query ? of_query : which ? keys.lines[1].words[at / 4][at % 4] : of_key;
+        }
+        turn(line, here.norm(!is_query), here.angles + (token - piece.known) * ANGLES_BYTES, step.eps);
+#pragma unroll
+        for (int at = 0; at < 4 * SEGMENTS; at++) {
+            const u32 turned = line.words[at / 4][at % 4];
+            if (is_query) queries.words[at / 4][at % 4] = turned;
+            if (which == 0) keys.lines[0].words[at / 4][at % 4] = turned;
+            if (which == 1) keys.lines[1].words[at / 4][at % 4] = turned;
+        }
+        if (!is_query && piece.writes(token)) line.store(step.k_cache + piece.place_of_new(step, token));
+    }
 }
 
 // Of two columns.
@@ -371,74 +402,59 @@ DEVICE void merge(const Step& step, const Piece& piece, int others, u32 is_last)
     for (int at = 0; kept_word(is_last) && at < piece.rows; at++) put_together(step, piece.row + at, piece.kv_head, thread, count);
 }
 
-struct Shared {
-    u32 said, is_last;  // of each warp
-
-    DEVICE Shared() { said = shared_begin(), is_last = said + WARPS * SAID * 128; }
-};
-
 DEVICE void attend(const Step& step, const Shared& here, const Piece& piece, bool& has_waited) {
     Blocks blocks;
     Keys keys;
     Values values;
     Line queries;
-    Turns angles[SEGMENTS / 2];
-    const int column = my_lane() / 4, row = piece.has(column) ? column / GROUP : 0;
-    const int others = step.starts[piece.row + 1] - step.starts[piece.row] - 1;
+    const int column = my_lane() / 4, others = step.starts[piece.row + 1] - step.starts[piece.row] - 1;
     const auto block = [&](int number) { return blocks.of(step, piece, number); };
     if (piece.count > 0) {
         const int first = block(0);
         keys.bring(step, piece, first, piece.token(0));
         values.bring(step, piece, first, piece.token(0));
     }
-#pragma unroll
-    for (int at = 0; at < SEGMENTS / 2; at++) angles[at].load(step, piece.position + row, at);
+    here.bring(step, piece);
     if (!has_waited) wait_for_kernel_before(), has_waited = true;
-    if (piece.has(column))
-        queries.load(step.qkv + (u64(piece.row + row) * ALL_HEADS + piece.kv_head * GROUP + column % GROUP) * DIM);
-    else
-        queries.clear();
-    const bool has_new = piece.count > 0 && piece.has_new(0);
-    if (has_new) load_new(keys, values, step, piece, piece.token(0));
-    turn(queries, [&](int segment) { return angles[segment]; }, step.q_norm, step.eps);
-    if (has_new) finish_new(keys, values, step, piece, piece.token(0));
+    queries.clear();
+    if (piece.has(column)) {
+        const int head = piece.kv_head * GROUP + column % GROUP;
+        queries.load(step.qkv + (u64(piece.row + column / GROUP) * ALL_HEADS + head) * DIM);
+    }
     Totals totals;
     for (int number = 0; number < piece.count; number++) {
-        const bool has_next = number + 1 < piece.count;
-        const int next = has_next ? block(number + 1) : 0;
+        const bool has_next = number + 1 < piece.count, has_new = piece.has_new(number);
+        const int first = piece.token(number), next = has_next ? block(number + 1) : 0;
+        if (has_new) keys.load_new(step, piece, first), values.load_new(step, piece, first);
+        if (has_new || number == 0) turn_new(queries, keys, step, here, piece, first, number == 0);
+        if (has_new) values.store_new(step, piece, first);
         float weights[4] = {};
         weigh(weights, queries, keys);
         if (has_next) keys.bring(step, piece, next, piece.token(number + 1));
-        const int two = my_lane() % 4 * 2, room[2] = {piece.room(two, piece.token(number)), piece.room(two + 1, piece.token(number))};
+        const int two = my_lane() % 4 * 2, room[2] = {piece.room(two, first), piece.room(two + 1, first)};
         const Shares shares = shares_of(weights, totals, step.scale, room);
         add(totals, shares, values);
-        if (has_next) {
-            values.bring(step, piece, next, piece.token(number + 1));
-            if (piece.has_new(number + 1)) {
-                load_new(keys, values, step, piece, piece.token(number + 1));
-                finish_new(keys, values, step, piece, piece.token(number + 1));
-            }
-        }
+        if (has_next) values.bring(step, piece, next, piece.token(number + 1));
     }
     totals.add_up();
-    const u32 said = here.said + my_warp() * (SAID * 128);
     const int name = 1 + my_warp() / piece.turns, count = 32 * piece.turns;
     if (piece.turns > 1) {
-        if (piece.turn > 0) totals.say(said);
+        meet_warp();  // angles have been read
+        if (piece.turn > 0) totals.say(here.said);
         meet_threads(name, count);
-        for (int other = 1; piece.turn == 0 && other < piece.turns; other++) totals.hear(said + other * (SAID * 128));
+        for (int other = 1; piece.turn == 0 && other < piece.turns; other++) totals.hear(here.said + other * Shared::BYTES);
     }
     if (piece.turn == 0) give(step, piece, totals, others);
-    if (others > 0) merge(step, piece, others, here.is_last + my_warp() / piece.turns * 4);
-    if (piece.turns > 1) meet_threads(name, count);  // what was said has been heard
+    if (others > 0) merge(step, piece, others, here.is_last - my_warp() % piece.turns * 4);
 }
 
-KERNEL_OF(PROGRAM, 3) compute(GIVEN Step step) {
+KERNEL_OF(PROGRAM, 2) compute(GIVEN Step step) {
     const Shared here;
     let_next_kernel_begin();
-    const int each = WARPS / step.together, total = step.counts[0] * KV_HEADS;
+    const int total = step.counts[0] * KV_HEADS, warps = num_programs() * WARPS;
+    const int together = 4 * total <= warps ? 4 : 2 * total <= warps ? 2 : 1, each = WARPS / together;  // who shares a piece has no other
     bool has_waited = false;
-    for (int number = my_program() * each + my_warp() / step.together; number < total; number += num_programs() * each)
-        attend(step, here, Piece(step, number), has_waited);
+    for (int number = my_program() * each + my_warp() / together; number < total; number += num_programs() * each)
+        attend(step, here, Piece(step, number, together), has_waited);
     if (!has_waited) wait_for_kernel_before();
 }
