@@ -350,17 +350,17 @@ def test_blocks_are_copied_in_every_layer():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(0, 5000), st.integers(1, inputs.FEW), st.sampled_from([16, 32]), st.sampled_from([1, 2, 4]), st.booleans(),
-    st.booleans(),
+    st.integers(0, 5000), st.integers(1, inputs.FEW), st.sampled_from([16, 32]), st.sampled_from([1, 2, 4]),
+    st.sampled_from([0, 33]), st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_one_sequence_alone_is_planned_as_among_others(start, count, size, own_rows, is_sampled, is_last_known):
+def test_one_sequence_alone_is_planned_as_among_others(start, count, size, own_rows, few, is_sampled, is_last_known):
     stop = start + count
     sampling = Sampling(SamplingParams(), 0, 1, frozenset()) if is_sampled else None
     tokens, blocks = array("i", range(7, 6 + stop + is_last_known)), array("i", range(3, 3 + -(-stop // size)))
     row = Row(1, tokens, start, stop, blocks, sampling)
     for found, wanted in zip(
-        make_inputs([row], size, 64, 128, own_rows=own_rows),
-        inputs._of_many([row], size, 64, 128, own_rows, 0, alone=False),
+        make_inputs([row], size, 64, 128, own_rows=own_rows, few_pieces=few),
+        inputs._of_many([row], size, 64, 128, own_rows, few, 0, alone=False),
         strict=True,
     ):
         assert found.tolist() == wanted.tolist()

@@ -30,6 +30,7 @@ class Pieces(NamedTuple):
     shared: Tensor | None
     counts: Tensor  # of each
     group_rows: int  # of a shared piece, at most
+    has_many: bool = False  # own ones: more than programs that would do one each
 
 
 class Tiles(NamedTuple):
@@ -64,7 +65,7 @@ class Attention(NamedTuple):
         """Where all there is are pieces."""
         if self.pieces is None or self.tiles is not None or self.tails is not None:
             return None
-        own, shared, counts, _ = self.pieces
+        own, shared, counts, *_ = self.pieces
         return Listed(own, shared, counts, self.starts, self.sums, self.logs, self.arrivals)
 
 
@@ -96,11 +97,12 @@ class CudaBackend(TorchBackend):
         self._fused, self._tile_kernel = fused, tile_kernel
         lanes = LANES if fused is not None else _MOST_LANES
         self.group_rows = max(lanes // (spec.num_heads // spec.num_kv_heads), 1)
+        self.has_rows = fused is not None and fused.rows is not None
         self.own_rows = fused.rows.kind.own_rows if fused is not None and fused.rows is not None else 1
         self.item_rows = fused.beams.kind.group_rows if fused is not None and fused.beams is not None else 0
         self.tile_rows = 32 if dtype == torch.float32 else 64 if exact or spec.head_dim > 128 else 128
         units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-        self._programs = max(2 * units // spec.num_kv_heads, 1)
+        self._programs = self.few_pieces = max(2 * units // spec.num_kv_heads, 1)  # which all are there at once
         self._products: Products | None = None
         self.missing: str | None = None  # why products of few rows are a library's, where they need not be
         try:
@@ -170,7 +172,10 @@ class CudaBackend(TorchBackend):
             assert self._fused is not None and self._fused.beams is not None
             self._fused.beams.attend(given, step.items, scale=scale, eps=eps)
         elif self._fused is not None and (listed := step.listed) is not None:
-            self._fused.of(listed).attend(given, listed, scale=scale, eps=eps)
+            assert step.pieces is not None
+            kernel = self._fused.rows if step.pieces.has_many else self._fused.pieces
+            assert kernel is not None
+            kernel.attend(given, listed, scale=scale, eps=eps)
         else:
             kernels.rope_store(qkv, q, k_cache, v_cache, norms, tables, batch.positions, batch.slots, eps)
             self._attend_lists(step, q, k_cache, v_cache, layer.window, out)
@@ -194,7 +199,7 @@ class CudaBackend(TorchBackend):
     ) -> None:
         scale = self._spec.softmax_scale
         if step.pieces is not None:
-            own, shared, counts, group_rows = step.pieces
+            own, shared, counts, group_rows, _ = step.pieces
             attention.attend_pieces(
                 q,
                 k_cache,

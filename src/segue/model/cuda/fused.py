@@ -22,7 +22,7 @@ from segue.model.spec import ModelSpec
 LANES = 64  # query heads times rows, at most
 BOX = 16  # tokens that beams' items are made of
 THREADS = 160
-RANKS = (8, 4, 2)  # programs of a cluster
+RANKS = (8, 4, 2, 1)  # programs of a cluster
 ROW_WARPS, ROW_PROGRAMS = 4, 2  # of a program; on a multiprocessor
 _HALF_BYTES = 113 * 1024  # so that two programs are on a multiprocessor, of which one may be of the next kernel
 _MOST_STAGES = 8
@@ -281,10 +281,6 @@ class Fused(NamedTuple):
     pieces: PieceKernel
     rows: RowKernel | None
     beams: BeamKernel | None
-
-    def of(self, listed: Listed) -> PieceKernel | RowKernel:
-        """For these pieces."""
-        return self.rows if self.rows is not None and listed.shared is None else self.pieces
 
 
 def kernels_for(spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> Fused | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from segue.engine import Row, SearchStep
-from segue.model.cuda.work import FIELDS, Group, IntArray, Work, plan_items, plan_work
+from segue.model.cuda.work import FIELDS, Group, IntArray, Work, num_pieces, plan_items, plan_work
 
 MUCH = 256  # tokens that sequences must have in common, to be read once for all of them
 FEW = 16  # new tokens of a sequence, up to which each is a row of its own
@@ -44,17 +44,19 @@ def make_inputs(
     tile_rows: int,
     *,
     own_rows: int = 1,
+    few_pieces: int = 0,
     item_rows: int = 0,
     alone: bool = False,
 ) -> Inputs:
-    """`group_rows`: of a group's piece, at most; `own_rows`: of one of a sequence's own, where a step has no others;
-    `tile_rows`: of a tile; `item_rows`: of an item, 0 if there are to be none. Sequences whose first blocks are the same are put
-    side by side, in whatever order they are in the plan; `samples` is in the plan's.
+    """`group_rows`: of a group's piece, at most; `own_rows`: of one of a sequence's own, where a step has no others, and more
+    than `few_pieces` if each row has its own; `tile_rows`: of a tile; `item_rows`: of an item, 0 if there are to be none.
+    Sequences whose first blocks are the same are put side by side, in whatever order they are in the plan; `samples` is in the
+    plan's.
 
     `alone`: each token is computed in the same way whatever comes with it. All but beams are in tiles, and none in groups."""
     if len(rows) == 1 and not alone and rows[0].stop - rows[0].start <= FEW and _beams(rows[0]) is None:
-        return _of_one(rows[0], block_size, own_rows)
-    return _of_many(rows, block_size, group_rows, tile_rows, own_rows, item_rows, alone=alone)
+        return _of_one(rows[0], block_size, own_rows, few_pieces)
+    return _of_many(rows, block_size, group_rows, tile_rows, own_rows, few_pieces, item_rows, alone=alone)
 
 
 def _of_many(
@@ -63,6 +65,7 @@ def _of_many(
     group_rows: int,
     tile_rows: int,
     own_rows: int,
+    few_pieces: int,
     item_rows: int,
     *,
     alone: bool,
@@ -112,7 +115,7 @@ def _of_many(
     if len(items):
         work = _no_work(total)
     else:
-        sets = _sets(counts, own_rows) if not groups and not tiles else None
+        sets = _sets(counts, ends, own_rows, few_pieces) if not groups and not tiles else None
         work = plan_work(begins, ends, sequence, groups, group_rows, known=firsts[sequence], sets=sets, fixed=alone)
     return Inputs(
         tokens,
@@ -133,7 +136,7 @@ def _of_many(
     )
 
 
-def _of_one(row: Row, block_size: int, own_rows: int) -> Inputs:
+def _of_one(row: Row, block_size: int, own_rows: int, few_pieces: int) -> Inputs:
     """A few tokens of one sequence: somebody waits for these, and for nothing else."""
     count, table = row.stop - row.start, np.array(row.blocks[: _num_blocks(row, block_size)], np.int32)[None]
     positions = np.arange(row.start, row.stop, dtype=np.int32)
@@ -141,7 +144,7 @@ def _of_one(row: Row, block_size: int, own_rows: int) -> Inputs:
     contexts, none = positions + np.int32(1), np.zeros(count, np.int32)
     known, tokens = row.tokens[row.start : row.stop], np.zeros(count, np.int32)
     tokens[: len(known)] = known  # a last one may still be the device's secret
-    sets = _sets(np.array([count], np.int32), own_rows)
+    sets = _sets(np.array([count], np.int32), contexts, own_rows, few_pieces)
     work = plan_work(none, contexts, none, known=np.full(count, row.start, np.int32), sets=sets)
     is_sampled = row.sampling is not None or row.search is not None
     return Inputs(
@@ -194,10 +197,10 @@ def _prefixes(rows: Sequence[Row], tables: IntArray, bounds: list[int], block_si
     return groups
 
 
-def _sets(counts: IntArray, most: int) -> IntArray | None:
+def _sets(counts: IntArray, contexts: IntArray, most: int, few_pieces: int) -> IntArray | None:
     """First rows of sets of `most` rows at most, of sequences with so many rows each: as few sets as can be, and of a sequence's
     about equally large ones. None if each row is one."""
-    if most == 1 or counts.max() == 1:
+    if most == 1 or counts.max() == 1 or num_pieces(contexts) <= few_pieces:
         return None
     sets = -(-counts // most)
     sequence = np.arange(len(counts), dtype=np.int32).repeat(sets)

@@ -79,6 +79,7 @@ class _Kind(NamedTuple):
     rows: int
     samples: int
     has_own: bool = True
+    has_many: bool = False  # of these, and no other pieces, as `Pieces` says
     group_rows: int = 0  # of a piece that a group shares, at most; 0 if there is none
     num_tiles: int = 0
     has_tails: bool = False
@@ -225,7 +226,8 @@ class CudaSteps:
                 for room in {self._tile_room(rows), self._tile_room(rows, rows)}:
                     yield _Kind(rows, rows, has_own=False, num_tiles=room)
             elif rows <= min(FEW_ROWS, self._max_rows, self._max_sequences):
-                yield _Kind(rows, rows)
+                for has_many in {self._backend.has_rows, rows > self._backend.few_pieces and self._backend.has_rows}:
+                    yield _Kind(rows, rows, has_many=has_many)
             if 16 < rows <= self._max_rows:
                 tiles, samples = self._tile_room(rows), min(rows, FEW_ROWS)
                 yield _Kind(rows, 1, has_own=False, num_tiles=tiles)
@@ -239,6 +241,7 @@ class CudaSteps:
             backend.group_rows,
             backend.tile_rows,
             own_rows=backend.own_rows,
+            few_pieces=backend.few_pieces,
             item_rows=backend.item_rows,
             alone=backend.exact,
         )
@@ -310,12 +313,19 @@ class CudaSteps:
             rows,
             1 if num_samples <= 1 and not is_mixed else rows if num_samples > FEW_ROWS else min(rows, FEW_ROWS),
             has_own,
+            self._has_many(inputs),
             group_rows,
             self._tile_room(rows, num_tiles) if num_tiles else 0,
             has_tails,
             merged_rows,
             *_room_for_items(inputs),
         )
+
+    def _has_many(self, inputs: Inputs) -> bool:
+        """Whether own pieces are for warps: they are many, or were many before rows of a sequence had them together."""
+        own, few = inputs.own, self._backend.few_pieces
+        is_alone = not (len(inputs.shared) or len(inputs.tiles) or inputs.tails.size)
+        return self._backend.has_rows and is_alone and (len(own) > few or bool((own[:, 1] > 1).any()))
 
     def _group_rows(self, inputs: Inputs) -> int:
         """Of a shared piece, at most: one of a few numbers. If `exact` always the same, whoever else is there."""
@@ -342,7 +352,7 @@ class CudaSteps:
         there, rows = self._buffers_for(kind.rows).read, kind.rows
         tables = there.tables.view(-1, self._max_blocks)
         attention = Attention(
-            _pieces(kind.has_own, kind.group_rows, there),
+            _pieces(kind.has_own, kind.group_rows, there, has_many=kind.has_many),
             (there.tails.view(-1, TAIL), there.tail_counts) if kind.has_tails and not kind.num_items else None,
             kind.merged_rows,
             there.results,
@@ -423,7 +433,7 @@ class CudaSteps:
                 there.tails[:, : fed.tails.shape[1]] = fed.tails
         results = len(inputs.results)
         attention = Attention(
-            _pieces(len(inputs.own) > 0, self._group_rows(inputs), there),
+            _pieces(len(inputs.own) > 0, self._group_rows(inputs), there, has_many=self._has_many(inputs)),
             (there.tails, there.tail_counts) if inputs.tails.size and not len(inputs.items) else None,
             len(inputs.tokens) if len(inputs.shared) else 0,
             there.results,
@@ -452,12 +462,12 @@ class CudaSteps:
 _NONE = np.zeros(0, np.int32)
 
 
-def _pieces(has_own: bool, group_rows: int, there: Fields[Tensor]) -> Pieces | None:
+def _pieces(has_own: bool, group_rows: int, there: Fields[Tensor], *, has_many: bool) -> Pieces | None:
     """Of the two kinds of pieces, those that a step has."""
     if not has_own and not group_rows:
         return None
     own, shared = there.own.view(-1, FIELDS), there.shared.view(-1, FIELDS)
-    return Pieces(own if has_own else None, shared if group_rows else None, there.counts, group_rows)
+    return Pieces(own if has_own else None, shared if group_rows else None, there.counts, group_rows, has_many)
 
 
 def _room_for_items(inputs: Inputs) -> tuple[int, int]:

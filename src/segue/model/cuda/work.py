@@ -64,6 +64,11 @@ def piece_length(num_tokens: IntArray) -> IntArray:
     return np.where(num_tokens <= WHOLE, WHOLE, np.maximum(by_count, PIECE)).astype(np.int32)
 
 
+def num_pieces(num_tokens: IntArray) -> int:
+    """Of stretches of so many tokens."""
+    return int((-(-num_tokens // piece_length(num_tokens))).sum())
+
+
 def most_results(num_rows: int) -> int:
     """Of so many rows, whatever their contexts are."""
     return 2 * num_rows * MOST_PIECES
