@@ -114,11 +114,12 @@ def compile_all() -> None:
     shape = {"SHIFT": 16, "PARTS": PARTS, "BLOCK": 4096}
     first = {"SHIFT": 16, "PARTS": PARTS, "BY_COUNT": False, "IS_FIRST": True, "IS_LAST": True}
     kinds = {"logits": "*bf16", "tops": "*fp32", "masses": "*i64", "sums": "*i64"}
-    kinds |= dict.fromkeys(("vocab", "each", "below"), "i32")
+    kinds |= {"values": "*fp32"} | dict.fromkeys(("vocab", "each", "below", "count"), "i32")
     for kernel, fixed, warps in (
         (drawing._sum_digits, shape | {"BY_COUNT": True, "IS_FIRST": False}, 8),
         (drawing._narrow, first, 4),
         (drawing._pick, shape, 8),
+        (drawing._pick_of_few, {"PARTS": PARTS, "MOST": 64}, 4),
     ):
         names = kernel.arg_names
         signature = {name: "constexpr" if name in fixed else kinds.get(name, "*i32") for name in names}
@@ -133,4 +134,4 @@ def test_they_compile_without_a_device():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", "from tests.parity import test_cuda_drawing as test; test.compile_all()"]
     run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    assert run.stdout.splitlines() == ["_sum_digits True 0", "_narrow True 0", "_pick True 0"]
+    assert run.stdout.splitlines() == ["_sum_digits True 0", "_narrow True 0", "_pick True 0", "_pick_of_few True 0"]

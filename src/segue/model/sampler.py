@@ -81,8 +81,8 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def _ranked(values: Tensor) -> Tensor:
-    """Whole numbers that have the order which is wanted: each is a number and its place."""
-    bits = values.float().view(torch.int32)
+    """Whole numbers that have the order which is wanted: each is a number and its place. Zeros are equal, whatever their sign."""
+    bits = (values.float() + 0.0).view(torch.int32)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     return order - torch.arange(values.shape[-1], device=values.device)
 

@@ -25,7 +25,7 @@ from segue.model.cuda import recording as recording_module
 from segue.model.cuda.backend import CudaBackend
 from segue.model.cuda.buffers import Buffers
 from segue.model.cuda.choosing import PARTS, best_of_groups, best_tokens, legal_tokens, likeliest, log_totals
-from segue.model.cuda.drawing import draw
+from segue.model.cuda.drawing import Cuts, draw
 from segue.model.cuda.inputs import make_inputs
 from segue.model.cuda.runner import CudaRunner
 from segue.model.cuda.work import FIELDS, MOST_PIECES, WHOLE, Group, most_results, plan_work
@@ -524,14 +524,14 @@ def drawing_row(params, seed, stop):
     return Row(0, array("i"), stop - 1, stop, array("i"), Sampling(params, seed, 1, frozenset()))
 
 
-def drawn(logits, rows, parts=4):
+def drawn(logits, rows, parts=4, cuts=None):
     """With fewer parts than a device has, since the interpreter takes its time."""
     count = len(rows)
-    told, is_cut = sampling.table(rows, logits.shape[1])
+    told, found = sampling.table(rows, logits.shape[1])
     tops, places = torch.empty(count, parts), torch.empty(count, parts, dtype=torch.int32)
     tokens = torch.full((count,), -7, dtype=torch.int32)
     likeliest(logits, tops, places, tokens)
-    draw(logits, tops, places, torch.from_numpy(told), tokens, is_cut=is_cut)
+    draw(logits, tops, places, torch.from_numpy(told), tokens, cuts or found)
     return tokens.tolist()
 
 
@@ -552,6 +552,46 @@ def test_what_is_drawn_is_what_the_sampler_draws(data):
     wanted = sample(logits.float(), rows).tokens
     assert drawn(logits, rows) == wanted
     assert drawn(logits[1:2], rows[1:2], parts=8) == wanted[1:2], "alone, and divided otherwise"
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_out_of_few_tokens_is_drawn_what_is_drawn_out_of_all(data):
+    """Where top-k leaves few they are found first, which is another way to the same tokens: equal logits, what weighs nothing
+    and denied tokens included."""
+    randomly = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
+    logits = torch.randn(4, data.draw(st.sampled_from([70, 301])), generator=randomly)
+    logits = (logits * data.draw(st.sampled_from([0.1, 3.0, 40.0]))).to(dtype)
+    if data.draw(st.booleans()):
+        logits = logits.round()
+    if data.draw(st.booleans()):
+        logits[:, 5:] = -torch.inf
+    share, some = st.floats(2**-10, 1.0, width=32), st.integers(1, 64)
+    options = st.builds(
+        SamplingParams,
+        temperature=st.floats(0.0625, 5.0, width=32),
+        top_k=some,
+        top_p=share,
+        min_p=st.just(0.0) | share,
+    )
+    rows = [drawing_row(data.draw(options), at, 1 + at) for at in range(3)] + [drawing_row(DRAWN[0], 0, 1)]
+    told, cuts = sampling.table(rows, logits.shape[1])
+    assert cuts.most == (32 if told[:3, 3].max() <= 32 else 64)
+    assert drawn(logits, rows) == drawn(logits, rows, cuts=Cuts(True))
+
+
+def test_what_a_step_cuts_off():
+    """Rows that draw nothing do not count; one that may draw anything does."""
+
+    def cuts(*options):
+        return sampling.table([drawing_row(SamplingParams(**each), 0, 1) for each in options], 1000)[1]
+
+    greedy, free, few, more = {"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 20}, {"top_k": 50, "top_p": 0.9}
+    assert cuts(greedy) == cuts(free) == cuts({"top_k": 1000}) == Cuts(False)
+    assert cuts(few) == cuts(few, greedy) == Cuts(True, 32)
+    assert cuts(few, more) == Cuts(True, 64)
+    assert cuts(few, free) == cuts(few, {"top_k": 65}) == cuts({"top_p": 0.5}) == Cuts(True)
 
 
 def test_numbers_that_are_none_are_told_and_nobody_else_suffers():

@@ -27,7 +27,7 @@ _NOTHING: tl.constexpr = tl.constexpr(-(1 << 63))
 
 @triton.jit
 def _ranked(values, places, inside):
-    bits = values.to(tl.float32).to(tl.int32, bitcast=True)
+    bits = (values.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)  # so that zeros have one sign
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)  # as whole numbers they have the same order
     return tl.where(inside, (order << 32) - places, _NOTHING)
 
@@ -90,12 +90,15 @@ def _best_below(best, values, row, count, BEST: tl.constexpr):
 
 @triton.jit
 def _best_tokens(
-    logits, eights, chunks, tops, logs, tokens, logprobs, vocab, num_eights, num_chunks, num_tops, num_logs, count,
-    TOPS: tl.constexpr, LOGS: tl.constexpr, BEST: tl.constexpr,
+    logits, eights, chunks, tops, logs, tokens, values, vocab, num_eights, num_chunks, num_tops, num_logs, count,
+    TOPS: tl.constexpr, LOGS: tl.constexpr, BEST: tl.constexpr, AS_LOGITS: tl.constexpr,
 ):  # fmt: skip
-    """Of one row. The n largest of all are among those that the n largest maxima stand for."""
+    """Of one row, with their logits or their log-probabilities. The n largest of all are among those that the n largest maxima
+    stand for."""
     row = tl.program_id(0).to(tl.int64)
-    total = _log_total(logs, row, num_logs, LOGS)
+    total = 0.0
+    if not AS_LOGITS:
+        total = _log_total(logs, row, num_logs, LOGS)
     at = tl.arange(0, TOPS)
     best = tl.topk(_ranked(tl.load(tops + row * num_tops + at, mask=at < num_tops, other=0.0), at, at < num_tops), BEST)
     best = _best_below(best, chunks, row, num_chunks, BEST)
@@ -104,7 +107,10 @@ def _best_tokens(
     out = row * count + tl.arange(0, BEST)
     wanted = tl.arange(0, BEST) < count
     tl.store(tokens + out, _places(best), mask=wanted)
-    tl.store(logprobs + out, _values(best) - total, mask=wanted)
+    found = _values(best)
+    if not AS_LOGITS:
+        found -= total
+    tl.store(values + out, found, mask=wanted)
 
 
 @triton.jit
@@ -231,32 +237,33 @@ def log_totals(logits: Tensor) -> Tensor:
     return _totals_of(_surveyed(logits))
 
 
-def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens of each row, and their log-probabilities, [rows, count] or as many as there are tokens."""
+def best_tokens(logits: Tensor, count: int, *, as_logits: bool = False) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens of each row, and their log-probabilities, or logits, [rows, count] or as many as there are tokens."""
     rows, vocab = logits.shape
     count = min(count, vocab)
     survey = _surveyed(logits)
     best = max(triton.next_power_of_2(count), 8)
     tops = max(triton.next_power_of_2(survey.tops.shape[1]), best)
     if max(tops, best * 8) > _MOST_SORTED:
-        return _best_of_very_many(logits, survey, count)
+        return _best_of_very_many(logits, survey, count, as_logits=as_logits)
     tokens = torch.empty(rows, count, dtype=torch.int32, device=logits.device)
-    logprobs = torch.empty(rows, count, dtype=torch.float32, device=logits.device)
+    values = torch.empty(rows, count, dtype=torch.float32, device=logits.device)
     _best_tokens[(rows,)](
-        logits, *survey, tokens, logprobs, vocab, *(each.shape[1] for each in survey), count,
-        TOPS=tops, LOGS=triton.next_power_of_2(survey.logs.shape[1]), BEST=best, num_warps=4,
+        logits, *survey, tokens, values, vocab, *(each.shape[1] for each in survey), count,
+        TOPS=tops, LOGS=triton.next_power_of_2(survey.logs.shape[1]), BEST=best, AS_LOGITS=as_logits, num_warps=4,
     )  # fmt: skip
-    return tokens, logprobs
+    return tokens, values
 
 
-def _best_of_very_many(logits: Tensor, survey: _Survey, count: int) -> tuple[Tensor, Tensor]:
+def _best_of_very_many(logits: Tensor, survey: _Survey, count: int, *, as_logits: bool) -> tuple[Tensor, Tensor]:
     """The same, for more than one program sorts."""
     vocab = logits.shape[1]
     chunks = largest(survey.chunks, min(count, survey.chunks.shape[1])).sort(dim=-1).values
     places = (chunks[:, :, None] * 64 + torch.arange(64, device=logits.device)).flatten(1)
     found = logits.gather(1, places.clamp(max=vocab - 1)).float().masked_fill_(places >= vocab, -torch.inf)
     at = largest(found, count)
-    return places.gather(1, at).int(), found.gather(1, at) - _totals_of(survey)[:, None]
+    values = found.gather(1, at)
+    return places.gather(1, at).int(), values if as_logits else values - _totals_of(survey)[:, None]
 
 
 def legal_tokens(

@@ -10,15 +10,23 @@ Nothing is sorted. As whole numbers, logits have an order; where top-k or top-p 
 
 Of tokens that are equal to the cut, the first few stay. Then tokens stand in a line in the order of their ids, each as long as
 it weighs, and the random number says at which place of it to look.
+
+Where top-k leaves every row a few tokens only, these are found as beams' are, and all else is done with them alone: the same
+tokens are drawn.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from segue.model.cuda.choosing import best_tokens
+
+FEW = (32, 64)  # tokens that top-k leaves, at most, for these to be found first
 FIELDS = (
     6  # of a row: log2(e) / temperature, or 0 for the likeliest token; top-p; min-p; top-k; a random number of 64 bits
 )
@@ -52,7 +60,7 @@ def _is_cut(draws, row, BY_COUNT: tl.constexpr):
 @triton.jit
 def _keys(found, SHIFT: tl.constexpr):
     """Whole numbers without a sign, in the same order; the lowest bits, which are the same in all of them, are left out."""
-    bits = found.to(tl.int32, bitcast=True)
+    bits = (found + 0.0).to(tl.int32, bitcast=True)  # so that zeros have one sign
     return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True) >> SHIFT
 
 
@@ -211,6 +219,15 @@ def _sum_parts(
 
 
 @triton.jit
+def _point(draws, row, total):
+    """Of a line that is so long, where to look."""
+    low = tl.load(draws + row * _FIELDS + 4).to(tl.int64) & 0xFFFFFFFF
+    high = tl.load(draws + row * _FIELDS + 5).to(tl.int64) << 32
+    point = ((high | low).to(tl.float64, bitcast=True) * total.to(tl.float64)).to(tl.int64)
+    return tl.maximum(tl.minimum(point, total - 1), 0)
+
+
+@triton.jit
 def _pick(
     logits, tops, places, draws, cuts, masses, ties, tokens, vocab, each, SHIFT: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -227,10 +244,7 @@ def _pick(
         own = tl.minimum(tl.maximum(stay - (tl.cumsum(equal, 0) - equal), 0), equal)
         mass = tl.load(masses + row * PARTS + part) + own.to(tl.int64) * _weights(_value(cut, SHIFT), top, scale)
         total = tl.sum(mass, 0)
-        low = tl.load(draws + row * _FIELDS + 4).to(tl.int64) & 0xFFFFFFFF
-        high = tl.load(draws + row * _FIELDS + 5).to(tl.int64) << 32
-        point = ((high | low).to(tl.float64, bitcast=True) * total.to(tl.float64)).to(tl.int64)
-        point = tl.maximum(tl.minimum(point, total - 1), 0)
+        point = _point(draws, row, total)
         chosen = tl.min(tl.where(tl.cumsum(mass, 0) > point, part, PARTS - 1), 0)
         point -= tl.sum(tl.where(part < chosen, mass, 0), 0)
         stay = tl.sum(tl.where(part == chosen, own, 0), 0)
@@ -244,11 +258,61 @@ def _pick(
     tl.store(tokens + row, tl.where(top == float("inf"), -1, token))
 
 
-def draw(logits: Tensor, tops: Tensor, places: Tensor, draws: Tensor, tokens: Tensor, *, is_cut: bool) -> None:
+@triton.jit
+def _pick_of_few(
+    tops, places, draws, values, candidates, tokens, vocab, count, PARTS: tl.constexpr, MOST: tl.constexpr
+):
+    """Of a row's likeliest tokens, which come in order, the likeliest first. Those that stay are the first ones."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    best = tl.load(tops + row * PARTS + part)
+    top = tl.max(best, 0)
+    token = tl.min(tl.where(best == top, tl.load(places + row * PARTS + part), 2147483647), 0)
+    scale = _option(draws, row, 0)
+    if scale > 0.0:
+        at = tl.arange(0, MOST)
+        here = at < tl.minimum(_top_k(draws, row), count)
+        found = tl.load(values + row * count + at, mask=here, other=float("-inf"))
+        name = tl.load(candidates + row * count + at, mask=here, other=2147483647)
+        weight = tl.where(here, _weights(found, top, scale), 0)
+        left = tl.sum(weight, 0)
+        share = _option(draws, row, 1)
+        goal = tl.ceil(share.to(tl.float64) * left.to(tl.float64)).to(tl.int64)
+        goal = tl.where(share < 1.0, tl.minimum(tl.maximum(goal, 1), left), left + 1)
+        stays = here & (tl.cumsum(weight, 0) - weight < goal)
+        stays = stays & (weight >= (_option(draws, row, 2) * _UNIT).to(tl.int64))
+        weight = tl.where(stays, weight, 0)
+        point = _point(draws, row, tl.sum(weight, 0))
+        upto = tl.sum(tl.where(name[None, :] <= name[:, None], weight[None, :], 0), 1)
+        token = tl.min(tl.where(stays & (upto > point), name, vocab - 1), 0)
+    tl.store(tokens + row, tl.where(top == float("inf"), -1, token))
+
+
+class Cuts(NamedTuple):
+    """Whether any row that draws has a top-k or a top-p; and one of `FEW`, if top-k leaves none of them more, or None."""
+
+    there: bool
+    most: int | None = None
+
+
+CUTS = (Cuts(False), Cuts(True), *(Cuts(True, most) for most in FEW))  # that there are
+
+
+def draw(logits: Tensor, tops: Tensor, places: Tensor, draws: Tensor, tokens: Tensor, cuts: Cuts) -> None:
     """tokens[i] is what row i draws, or its likeliest token if it has no temperature; -1 if a logit is infinite or no number.
 
-    `tops` and `places` are what `likeliest` found of these logits; `draws`: int32 [rows, FIELDS]. `is_cut`: whether any row has
-    a top-k or a top-p."""
+    `tops` and `places` are what `likeliest` found of these logits; `draws`: int32 [rows, FIELDS]."""
+    if cuts.most is not None:
+        candidates, values = best_tokens(logits, cuts.most, as_logits=True)
+        (rows, count), vocab = candidates.shape, logits.shape[1]
+        _pick_of_few[(rows,)](
+            tops, places, draws, values, candidates, tokens, vocab, count, PARTS=tops.shape[1], MOST=cuts.most, num_warps=4
+        )  # fmt: skip
+        return
+    _draw_of_many(logits, tops, places, draws, tokens, is_cut=cuts.there)
+
+
+def _draw_of_many(logits: Tensor, tops: Tensor, places: Tensor, draws: Tensor, tokens: Tensor, *, is_cut: bool) -> None:
     (rows, vocab), parts = logits.shape, tops.shape[1]
     bits, each, device = _BITS[logits.dtype], triton.cdiv(vocab, parts), logits.device
     cuts = torch.empty(rows, 3, dtype=torch.int32, device=device)

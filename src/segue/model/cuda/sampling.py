@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segue.base.types import SamplingParams
 from segue.engine import Row
 from segue.model.cuda import choosing, recording
-from segue.model.cuda.drawing import FIELDS, draw
+from segue.model.cuda.drawing import CUTS, FEW, FIELDS, Cuts, draw
 from segue.model.cuda.recording import Recorded
 from segue.model.cuda.work import IntArray
 from segue.model.sampler import points
@@ -43,14 +42,14 @@ class Draws:
             _Buffer(torch.zeros(most, FIELDS, dtype=torch.int32, pin_memory=pin), None)
             for _ in range(_BUFFERS if pin else 1)
         )
-        self._recorded: dict[tuple[int, bool], Recorded[tuple[Tensor]]] = {}
+        self._recorded: dict[tuple[int, Cuts], Recorded[tuple[Tensor]]] = {}
         self._pool: Any = None
 
     def tokens(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """Of the rows whose logits the last step left there; until the next ones are drawn. `logits`: all of that memory."""
-        told, is_cut = table(rows, logits.shape[1])
+        told, cuts = table(rows, logits.shape[1])
         size = next(size for size in self._sizes if size >= len(rows))
-        recorded = self._recorded.get((size, is_cut)) or self.record(logits, size, is_cut=is_cut)
+        recorded = self._recorded.get((size, cuts)) or self.record(logits, size, cuts)
         self._tell(told, size)
         recorded.graph.replay()
         return self._tokens[: len(rows)]
@@ -59,19 +58,19 @@ class Draws:
         """Record all that there can be."""
         if logits is not None:
             for size in self._sizes:
-                for is_cut in (False, True):
-                    self.record(logits, size, is_cut=is_cut)
+                for cuts in CUTS:
+                    self.record(logits, size, cuts)
 
-    def record(self, logits: Tensor, size: int, *, is_cut: bool) -> Recorded[tuple[Tensor]]:
+    def record(self, logits: Tensor, size: int, cuts: Cuts) -> Recorded[tuple[Tensor]]:
         """With rows that draw nothing."""
         self._told.zero_()
 
         def run() -> tuple[Tensor]:
             tokens = self._tokens[:size]
-            draw(logits[:size], self._tops[:size], self._places[:size], self._told[:size], tokens, is_cut=is_cut)
+            draw(logits[:size], self._tops[:size], self._places[:size], self._told[:size], tokens, cuts)
             return (tokens,)
 
-        recorded = self._recorded[size, is_cut] = recording.capture(run, self._pool)
+        recorded = self._recorded[size, cuts] = recording.capture(run, self._pool)
         self._pool = self._pool or recorded.graph.pool()
         return recorded
 
@@ -93,12 +92,12 @@ class Draws:
 
 def draw_now(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """From any logits, without a recording: the same tokens."""
-    told, is_cut = table(rows, logits.shape[1])
+    told, cuts = table(rows, logits.shape[1])
     count, device = len(rows), logits.device
     tops = torch.empty(count, choosing.PARTS, dtype=torch.float32, device=device)
     places, tokens = (torch.empty(shape, dtype=torch.int32, device=device) for shape in (tops.shape, count))
     choosing.likeliest(logits.contiguous(), tops, places, tokens)
-    draw(logits.contiguous(), tops, places, torch.from_numpy(told).to(device), tokens, is_cut=is_cut)
+    draw(logits.contiguous(), tops, places, torch.from_numpy(told).to(device), tokens, cuts)
     return tokens
 
 
@@ -106,8 +105,8 @@ def draws(row: Row) -> bool:
     return row.sampling is not None and not row.sampling.params.greedy
 
 
-def table(rows: Sequence[Row], vocab_size: int) -> tuple[IntArray, bool]:
-    """What each row is drawn by, [rows, FIELDS], and whether any of them has a top-k or a top-p."""
+def table(rows: Sequence[Row], vocab_size: int) -> tuple[IntArray, Cuts]:
+    """What each row is drawn by, [rows, FIELDS], and what is cut off."""
     params = [row.sampling.params for row in rows if row.sampling is not None]
     found = np.zeros((len(rows), FIELDS), np.int32)
     numbers = found.view(np.float32)
@@ -116,11 +115,16 @@ def table(rows: Sequence[Row], vocab_size: int) -> tuple[IntArray, bool]:
     numbers[:, 2] = [each.min_p for each in params]
     found[:, 3] = [each.top_k if each.top_k < vocab_size else 0 for each in params]
     found[:, 4:] = points(rows).view(np.int32).reshape(-1, 2)
-    return found, any(map(_is_cut, params))
+    drawn = [(int(top_k), each.top_p) for top_k, each in zip(found[:, 3], params, strict=True) if not each.greedy]
+    return found, _cuts(drawn)
 
 
-def _is_cut(params: SamplingParams) -> bool:
-    return not params.greedy and (params.top_k > 0 or params.top_p < 1.0)
+def _cuts(drawn: Sequence[tuple[int, float]]) -> Cuts:
+    """Of rows that draw: their top-k, 0 if there is none, and top-p."""
+    if all(top_k > 0 for top_k, _ in drawn):
+        most = max((top_k for top_k, _ in drawn), default=0)
+        return Cuts(bool(drawn), next((few for few in FEW if 0 < most <= few), None))
+    return Cuts(any(top_k > 0 or top_p < 1.0 for top_k, top_p in drawn))
 
 
 def _scale(temperature: float) -> float:
