@@ -53,7 +53,7 @@ def tensor_map(boxes):
 
 
 class _Emulated:
-    """In place of `fused.PieceKernel` and `fused.BeamKernel`; programs in an order that `seed` draws."""
+    """In place of the kernels of `fused`; programs in an order that `seed` draws."""
 
     def __init__(self, emulator, kind, dtype, seed, source):
         self._emulator, self._source = emulator, source

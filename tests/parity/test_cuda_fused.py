@@ -45,9 +45,11 @@ def test_rows_alone_see_what_they_are_to_see(kind, dtype):
         case = Case(kind, rows_of(kind, what), dtype=dtype, device="cuda", own_rows=kind.own_rows)
         for _ in range(3):
             assert case.is_right(kernel), what
-    spans = [(start, start + 1) for start in range(150)]  # so many that no piece is shared by warps
-    many = Case(kind, sequences(spans, Blocks(2000, 1), kind.size), dtype=dtype, device="cuda", num_blocks=2000)
-    assert many.is_right(kernel)
+    spans = [(230 + 3 * at, 231 + 3 * at + at % 7) for at in range(120)]  # so many that a warp has several pieces
+    rows = sequences(spans, Blocks(6000, 1), kind.size)
+    many = Case(kind, rows, dtype=dtype, device="cuda", num_blocks=6000, own_rows=kind.own_rows)
+    for _ in range(3):
+        assert many.is_right(kernel)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -3,12 +3,13 @@ real one."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.model.cuda import driver, fused
+from segue.model.cuda import driver, fused, work
 from segue.model.cuda.fused import Kind
 from segue.model.cuda.inputs import FEW
 from segue.model.tiny import tiny_spec
@@ -30,7 +31,9 @@ def test_rows_see_what_they_are_to_see(what, emulator):
         assert case.is_right(kernel)
 
 
-@pytest.mark.parametrize("programs", [3, 13, 26])  # so many that one, two or four warps share a piece
+@pytest.mark.parametrize(
+    "programs", [1, 3, 7, 13, 26]
+)  # so many that each of these has one, two or four warps share a piece
 @pytest.mark.parametrize("what", ALONE)
 def test_rows_alone_see_what_they_are_to_see(what, programs, emulator):
     case = Case(QWEN, rows_of(QWEN, what), own_rows=QWEN.own_rows)
@@ -72,6 +75,15 @@ def test_beams_of_other_models(kind, dtype, emulator):
     kernel = EmulatedBeamKernel(emulator, kind, dtype, units=12, seed=1)
     for what in ("beams", "long beams"):
         assert Case(kind, rows_of(kind, what), dtype=dtype).is_right(kernel)
+
+
+def test_a_warp_with_more_sixteens_than_lanes(emulator, monkeypatch):
+    """Each lane knows where one of them is; of a context of over 16,384 tokens, pieces are as long as this one."""
+    monkeypatch.setattr(work, "piece_length", lambda num_tokens: np.full_like(num_tokens, 4096))
+    rows = sequences([(900, 910), (520, 521)], Blocks(160, 3), QWEN.size)
+    case = Case(QWEN, rows, own_rows=QWEN.own_rows)
+    assert case.inputs.own[:, 4].max() == 910
+    assert case.is_right(EmulatedRowKernel(emulator, QWEN, case.dtype, programs=2))
 
 
 STARTS = st.one_of(st.just(0), st.integers(0, 130), st.integers(0, 600))

@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -400,6 +401,33 @@ def test_rows_of_a_sequence_that_have_pieces_together(spans, most):
     assert len(sets) == sum(-(-count // most) for _, count in spans)
 
 
+SEQUENCE = st.tuples(st.integers(0, 900), st.integers(1, 40), st.booleans())
+
+
+@given(st.lists(SEQUENCE, min_size=1, max_size=40), st.integers(1, 40))
+def test_own_pieces_are_for_warps_where_they_are_many_or_have_several_rows(spans, few):
+    """And then there is nothing else in the step that warps do not do."""
+    rows = [
+        Row(
+            at,
+            array("i", range(start + count)),
+            start,
+            start + count,
+            array("i", [shares or 2 + at, *range(200)]),
+            None,
+        )
+        for at, (start, count, shares) in enumerate(spans)
+    ]
+    found = make_inputs(rows, 16, 64, 128, own_rows=4, few_pieces=few)
+    made = SimpleNamespace(_backend=SimpleNamespace(has_rows=True, few_pieces=few))
+    has_several = bool((found.own[:, 1] > 1).any())
+    is_alone = not (len(found.shared) or len(found.tiles))
+    assert steps.CudaSteps._has_many(made, found) == (is_alone and (has_several or len(found.own) > few))
+    assert is_alone or not has_several
+    made._backend.has_rows = False
+    assert not steps.CudaSteps._has_many(made, found)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     contexts=st.lists(st.integers(1, 40_000), min_size=1, max_size=12),
@@ -771,12 +799,13 @@ def test_an_exact_engine_gives_the_same_bits_whatever_comes_together(recording, 
         assert [tokens for tokens, _ in told(engine.generate(prompts, params))] == [tokens for tokens, _ in wanted]
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_the_usual_steps_are_recorded_beforehand(exact, monkeypatch):
+@pytest.mark.parametrize(("exact", "few_pieces"), [(False, None), (False, 33), (False, 3), (True, None)])
+def test_the_usual_steps_are_recorded_beforehand(exact, few_pieces, monkeypatch):
     """Prompts, sequences that decode, and both together, of any size: none of them has to be recorded while somebody waits."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     loaded = open_model("tiny", Environment.read().cache_dir)
     backend = CudaBackend(loaded.spec, torch.float32, torch.device("cpu"), 512, exact=exact)
+    backend.has_rows, backend.few_pieces = few_pieces is not None, few_pieces or 1
     made = steps.CudaSteps(
         Decoder(loaded.spec, loaded.weights, backend), backend, torch.empty(4, 2, 9, 2, 16, 32), 64, 32, 300
     )

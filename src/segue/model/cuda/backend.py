@@ -30,7 +30,7 @@ class Pieces(NamedTuple):
     shared: Tensor | None
     counts: Tensor  # of each
     group_rows: int  # of a shared piece, at most
-    has_many: bool = False  # own ones: more than programs that would do one each
+    has_many: bool = False  # own ones, for a program to do one each, or some of several rows: they are for warps
 
 
 class Tiles(NamedTuple):

@@ -7,7 +7,7 @@
 //     | newest: OWN_ROWS beams, `each` tokens of each | older: 16 of each beam, and again | its part of what is shared |
 //
 // In the end the program of rank r is sent what the others have of its LINES lanes, puts it together in the order of ranks, and writes
-// these; where a program is alone, it has all there is. What there is room for, but for this step's own tokens, is asked for while the kernel before still runs.
+// these; a program that is alone has all there is. What there is room for, but for this step's own tokens, is asked for while the kernel before still runs.
 //
 // What a beam has for itself is in slots that it lists. The last one is this step's: its key and value are made out of the product, and
 // go to the cache.

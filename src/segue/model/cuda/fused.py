@@ -118,7 +118,8 @@ class Kind(NamedTuple):
 
     def macros(self, dtype: torch.dtype) -> dict[str, int]:
         of_kind = {"HEADS": self.heads, "KV_HEADS": self.kv_heads, "DIM": self.dim, "SIZE": self.size}
-        return of_kind | {"FIELDS": FIELDS, "HAS_NORM": int(self.has_norm), "IS_FP16": int(dtype == torch.float16)}
+        of_kind |= {"FIELDS": FIELDS, "MOST_NEW": FEW}
+        return of_kind | {"HAS_NORM": int(self.has_norm), "IS_FP16": int(dtype == torch.float16)}
 
 
 class Layout(NamedTuple):

@@ -22,14 +22,14 @@
 //
 // A column is a head of the first row, and so on; then of the next one.
 //
-// It is compiled for what attention.h says, and FIELDS (of a piece).
+// It is compiled for what attention.h says, FIELDS (of a piece) and MOST_NEW (tokens of a sequence in a step).
 
 #include <attention.h>
 
 static_assert(GROUP <= 8 && SIZE % 16 == 0);
 constexpr int SEGMENTS = DIM / 32, WARPS = 4, PROGRAM = 32 * WARPS, TOKENS = 16;
-constexpr int SAID = HALVES * 16 + 4;                                   // numbers that a lane says of a piece to another warp
-constexpr int MOST_NEW = 16, NORM_BYTES = DIM * 2, ANGLES_BYTES = DIM * 4;  // of a position: cosines, then sines
+constexpr int SAID = HALVES * 16 + 4;                    // numbers that a lane says of a piece to another warp
+constexpr int NORM_BYTES = DIM * 2, ANGLES_BYTES = DIM * 4;  // of a position: cosines, then sines
 
 struct Step {
     const u16* qkv;  // [rows, ALL_HEADS, DIM]
@@ -64,7 +64,7 @@ struct Piece {
     DEVICE bool has_new(int number) const { return token(number) + TOKENS > known; }
     DEVICE bool is_new(int token) const { return token >= known && token < end; }
     DEVICE int row_of(int token) const { return row - (position - token); }  // of one that is new
-    DEVICE bool writes(int token) const { return token >= position && token < position + rows && token < end; }
+    DEVICE bool writes(int token) const { return token >= position && token < end; }
     DEVICE u64 place_of_new(const Step& step, int token) const {  // in a cache
         const int slot = step.slots[row_of(token)];
         return u64(line_of(slot / SIZE, slot % SIZE, kv_head)) * DIM;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from segue.model.cuda.fused import BeamItems
 from segue.model.cuda.inputs import TILE_FIELDS, Inputs, make_inputs
 from segue.model.cuda.recording import Recorded
 from segue.model.cuda.sampling import Draws, draw_now, draws
-from segue.model.cuda.work import FIELDS, IntArray, most_results
+from segue.model.cuda.work import FIELDS, MOST_PIECES, IntArray, most_results
 from segue.model.decoder import Decoder
 
 MOST_ROWS = 4096
@@ -221,13 +222,16 @@ class CudaSteps:
         torch.cuda.synchronize(self._backend.device)
 
     def _usual(self) -> Iterator[_Kind]:
-        for rows in SIZES:
-            if rows <= min(FEW_ROWS, self._max_rows, self._max_sequences) and self._backend.exact:
+        backend = self._backend
+        for before, rows in pairwise((0, *SIZES)):
+            if rows <= min(FEW_ROWS, self._max_rows, self._max_sequences) and backend.exact:
                 for room in {self._tile_room(rows), self._tile_room(rows, rows)}:
                     yield _Kind(rows, rows, has_own=False, num_tiles=room)
             elif rows <= min(FEW_ROWS, self._max_rows, self._max_sequences):
-                for has_many in {self._backend.has_rows, rows > self._backend.few_pieces and self._backend.has_rows}:
-                    yield _Kind(rows, rows, has_many=has_many)
+                if not backend.has_rows or before < backend.few_pieces:
+                    yield _Kind(rows, rows)
+                if backend.has_rows and rows * MOST_PIECES > backend.few_pieces:
+                    yield _Kind(rows, rows, has_many=True)
             if 16 < rows <= self._max_rows:
                 tiles, samples = self._tile_room(rows), min(rows, FEW_ROWS)
                 yield _Kind(rows, 1, has_own=False, num_tiles=tiles)

@@ -8,7 +8,7 @@
     row 5   |---------------- own ---------------|      each sees as much of it as it is to see
 
 A context of more than 256 tokens is cut into pieces of 128, or into thirty-two where that would be more: by its own length
-alone, so that its sum is the same whatever else is in the step. Pieces that many rows share take longer to put together, so long
+alone, or that of the last row that has pieces together with it. Pieces that many rows share take longer to put together, so long
 stretches of these have fewer; and where but one group shares anything, most of the device would have none, so a short stretch has
 twice as many (unless they are to be `fixed`).
 
