@@ -7,12 +7,12 @@
 //     | newest: OWN_ROWS beams, `each` tokens of each | older: 16 of each beam, and again | its part of what is shared |
 //
 // In the end the program of rank r is sent what the others have of its LINES lanes, puts it together in the order of ranks, and writes
-// these; a program that is alone has all there is. What there is room for, but for this step's own tokens, is asked for while the kernel before still runs.
+// these. What there is room for, but for this step's own tokens, is asked for while the kernel before still runs.
 //
 // What a beam has for itself is in slots that it lists. The last one is this step's: its key and value are made out of the product, and
 // go to the cache.
 //
-// It is compiled for what attention.h says, FIELDS (of an item) and RANKS: 1, 2, 4 or 8.
+// It is compiled for what attention.h says, FIELDS (of an item) and RANKS: 2, 4 or 8.
 
 #include <attention.h>
 
@@ -187,7 +187,7 @@ struct New {
 
 // Where they are few, the copying warp makes them, while others are busy with queries.
 constexpr bool COPIER_MAKES_NEW = 2 * OWN_ROWS * FOUR <= 32;
-constexpr int NEW_ROUNDS = COPIER_MAKES_NEW ? 0 : (2 * OWN_ROWS * FOUR + WORKERS - 1) / WORKERS;
+static_assert(2 * OWN_ROWS * FOUR <= WORKERS);
 
 DEVICE void make_new(const View& view, const Shared& here) {
     New mine(view, my_thread() % 32 / FOUR);
@@ -224,10 +224,10 @@ DEVICE void prepare(const View& view, const Shared& here) {
     const bool is_there = at < view.num_rows;
     Angles angles;
     Head norm, first, second;
-    New mine;  // of the first round: what the product before need not have ended for
+    New mine;
     if (is_there) angles.load(step.cosines, step.sines, step.positions[row], my_part());
     if (HAS_NORM) norm.load(step.q_norm + my_part() * PART);
-    if (NEW_ROUNDS > 0) mine = New(view, my_thread() / FOUR);
+    if (!COPIER_MAKES_NEW) mine = New(view, my_thread() / FOUR);
     for (int chunk = 0; chunk < STAGES && chunk < view.num_chunks(); chunk++) {
         wait_for(here.full + 8 * chunk, 0);
         clear_nobodys(view, here, chunk);
@@ -236,10 +236,7 @@ DEVICE void prepare(const View& view, const Shared& here) {
     wait_for_kernel_before();
     const int head = view.kv_head * GROUP + lane % GROUP;
     if (is_there) first.load(of_product(step, row, head)), second.load(of_product(step, row, head + 1));
-    for (int round = 0; round < NEW_ROUNDS; round++) {
-        if (round > 0) mine = New(view, (round * WORKERS + my_thread()) / FOUR);
-        mine.load(view), mine.put(view, here);
-    }
+    if (!COPIER_MAKES_NEW) mine.load(view), mine.put(view, here);
     if (!is_there) return;
     turn(first, angles, norm, step.eps);
     first.keep(here.queries, lane, my_part());
@@ -263,19 +260,6 @@ DEVICE void send(const Shared& here, const Sums& sums, int which) {
         send_four(to + sixteen * (LINES * 4 * 16), four, barrier);
     }
     if (quarter == 0) send_two(of_rank(here.peaks + (mine * LINES + line) * PEAK_BYTES, rank), sums.peak[which], sums.mass[which], barrier);
-}
-
-// One of the two lanes that a thread has something of, where nobody else has.
-DEVICE void write(const View& view, const Sums& sums, int which) {
-    const int lane = my_line() + which * 8;
-    if (lane / GROUP >= view.num_rows) return;
-    u16* out = view.step.out + (u64(view.first_row + lane / GROUP) * HEADS + view.kv_head * GROUP + lane % GROUP) * DIM + my_column();
-    const float share = 1 / sums.mass[which];
-#pragma unroll
-    for (int eight = 0; eight < DIM / 8; eight++) {
-        const float* from = sums.total[eight / 8] + eight % 8 * 4 + which * 2;
-        store_word(out + eight * 8, packed(from[0] * share, from[1] * share));
-    }
 }
 
 DEVICE void finish(const View& view, const Shared& here, int rank) {
@@ -343,11 +327,6 @@ DEVICE void attend(const View& view, const Shared& here, int rank) {
         if (my_thread() % 32 == 0) arrive(here.empty + 8 * stage);
     }
     sums.add_up();
-    if (RANKS == 1) {
-        write(view, sums, 0);
-        write(view, sums, 1);
-        return;
-    }
     arrive_at_cluster();  // all that was written to the ring has been read by products that have ended
     wait_for_cluster();   // so nobody looks at his any more
     send(here, sums, 0);
@@ -356,7 +335,7 @@ DEVICE void attend(const View& view, const Shared& here, int rank) {
     finish(view, here, rank);
 }
 
-KERNEL_OF(THREADS, RANKS == 1 ? 1 : 2) compute(GIVEN Step step) {
+KERNEL_OF(THREADS, 2) compute(GIVEN Step step) {
     const Shared here;
     const int rank = int(my_rank()), item = my_program() / RANKS / KV_HEADS, kv_head = my_program() / RANKS % KV_HEADS;
     if (item >= *step.num_items) {
@@ -368,7 +347,7 @@ KERNEL_OF(THREADS, RANKS == 1 ? 1 : 2) compute(GIVEN Step step) {
         for (int at = 0; at < STAGES; at++) make_barrier(here.full + 8 * at, 1), make_barrier(here.empty + 8 * at, WORKERS / 32);
         make_barrier(here.sent, 1);
         fence_barriers();
-        if (RANKS > 1) arrive_expecting(here.sent, RANKS * LINES * (LINE_BYTES + PEAK_BYTES));
+        arrive_expecting(here.sent, RANKS * LINES * (LINE_BYTES + PEAK_BYTES));
     }
     arrive_at_cluster();
     meet_threads(1, THREADS);
@@ -379,5 +358,6 @@ KERNEL_OF(THREADS, RANKS == 1 ? 1 : 2) compute(GIVEN Step step) {
     }
     bring_all(view, here);
     wait_for_cluster();
-    if (RANKS > 1) arrive_at_cluster(), wait_for_cluster();
+    arrive_at_cluster();
+    wait_for_cluster();
 }

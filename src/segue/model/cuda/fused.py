@@ -22,8 +22,7 @@ from segue.model.spec import ModelSpec
 LANES = 64  # query heads times rows, at most
 BOX = 16  # tokens that beams' items are made of
 THREADS = 160
-RANKS = (8, 4, 2, 1)  # programs of a cluster
-ROOM = {8: 1, 4: 1, 2: 1, 1: 1}
+RANKS = (8, 4, 2)  # programs of a cluster
 ROW_WARPS, ROW_PROGRAMS = 4, 2  # of a program; on a multiprocessor
 _HALF_BYTES = 113 * 1024  # so that two programs are on a multiprocessor, of which one may be of the next kernel
 _MOST_STAGES = 8
@@ -156,10 +155,9 @@ def possible_ranks(kind: Kind, each: int) -> list[int]:
 
 
 def ranks_of(kind: Kind, room: int, each: int, clusters: Mapping[int, int]) -> int:
-    """Of each of so many items, where a device has room for so many clusters of each size at once: as many as fit, each program
-    with so many programs' room."""
+    """Of each of so many items, where a device has room for so many clusters of each size at once: as many as fit."""
     possible = possible_ranks(kind, each)
-    return next((ranks for ranks in possible if room * kind.kv_heads * ROOM[ranks] <= clusters[ranks]), possible[-1])
+    return next((ranks for ranks in possible if room * kind.kv_heads <= clusters[ranks]), possible[-1])
 
 
 class Given(NamedTuple):
