@@ -368,21 +368,18 @@ def test_one_sequence_alone_is_planned_as_among_others(start, count, size, own_r
         assert found.dtype == wanted.dtype
 
 
+def few_tokens(name, start, count, first_block):
+    """Of a sequence, which shares with those that begin with the same block."""
+    return Row(
+        name, array("i", range(start + count)), start, start + count, array("i", [first_block, *range(300)]), None
+    )
+
+
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, inputs.FEW)), min_size=1, max_size=9), st.integers(1, 8))
 def test_rows_of_a_sequence_that_have_pieces_together(spans, most):
     """Each row has a result of its own for each of its pieces, and these are all that it is to see; no piece has more rows
     than there may be, and no sequence more sets of rows than it must."""
-    rows = [
-        Row(
-            at,
-            array("i", range(start + count)),
-            start,
-            start + count,
-            array("i", range(300 * at, 300 * at + 200)),
-            None,
-        )
-        for at, (start, count) in enumerate(spans)
-    ]
+    rows = [few_tokens(at, start, count, 2 + at) for at, (start, count) in enumerate(spans)]
     found = make_inputs(rows, 16, 64, 128, own_rows=most)
     stretches = [{} for _ in found.tokens]
     for first, count, table, begin, end, result, known in found.own.tolist():
@@ -407,17 +404,7 @@ SEQUENCE = st.tuples(st.integers(0, 900), st.integers(1, 40), st.booleans())
 @given(st.lists(SEQUENCE, min_size=1, max_size=40), st.integers(1, 40))
 def test_own_pieces_are_for_warps_where_they_are_many_or_have_several_rows(spans, few):
     """And then there is nothing else in the step that warps do not do."""
-    rows = [
-        Row(
-            at,
-            array("i", range(start + count)),
-            start,
-            start + count,
-            array("i", [shares or 2 + at, *range(200)]),
-            None,
-        )
-        for at, (start, count, shares) in enumerate(spans)
-    ]
+    rows = [few_tokens(at, start, count, shares or 2 + at) for at, (start, count, shares) in enumerate(spans)]
     found = make_inputs(rows, 16, 64, 128, own_rows=4, few_pieces=few)
     made = SimpleNamespace(_backend=SimpleNamespace(has_rows=True, few_pieces=few))
     has_several = bool((found.own[:, 1] > 1).any())
