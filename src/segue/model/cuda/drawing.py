@@ -219,6 +219,14 @@ def _sum_parts(
 
 
 @triton.jit
+def _likeliest(tops, places, row, part, PARTS: tl.constexpr):
+    """A row's largest logit, and the first token that has it."""
+    best = tl.load(tops + row * PARTS + part)
+    top = tl.max(best, 0)
+    return top, tl.min(tl.where(best == top, tl.load(places + row * PARTS + part), 2147483647), 0)
+
+
+@triton.jit
 def _point(draws, row, total):
     """Of a line that is so long, where to look."""
     low = tl.load(draws + row * _FIELDS + 4).to(tl.int64) & 0xFFFFFFFF
@@ -234,9 +242,7 @@ def _pick(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
-    best = tl.load(tops + row * PARTS + part)
-    top = tl.max(best, 0)
-    token = tl.min(tl.where(best == top, tl.load(places + row * PARTS + part), 2147483647), 0)
+    top, token = _likeliest(tops, places, row, part, PARTS)
     scale = _option(draws, row, 0)
     if scale > 0.0:
         cut, stay = _cut(draws, cuts, row)
@@ -264,10 +270,7 @@ def _pick_of_few(
 ):
     """Of a row's likeliest tokens, which come in order, the likeliest first. Those that stay are the first ones."""
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
-    best = tl.load(tops + row * PARTS + part)
-    top = tl.max(best, 0)
-    token = tl.min(tl.where(best == top, tl.load(places + row * PARTS + part), 2147483647), 0)
+    top, token = _likeliest(tops, places, row, tl.arange(0, PARTS), PARTS)
     scale = _option(draws, row, 0)
     if scale > 0.0:
         at = tl.arange(0, MOST)
